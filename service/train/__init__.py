@@ -1,0 +1,1 @@
+"""The trainer: what each worker process of a run does, from run.yaml to checkpoints."""
