@@ -1,0 +1,62 @@
+"""Field types that several sections of the configuration share."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys are errors, attribute docstrings are descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+
+def expand_path(value: Any) -> Any:
+    """`~`, `~user`, `$VAR` and `${VAR}` of a path replaced, once; ValueError names a variable that is not set.
+
+    A value that is not text is returned as it is, for pydantic to judge.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value:
+        raise ValueError("an empty path; use null for none")
+    if "\0" in value:
+        raise ValueError("a path cannot hold a NUL character")
+
+    def variable(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if not os.environ.get(name):
+            raise ValueError(f"environment variable ${name} is not set or empty")
+        return os.environ[name]
+
+    # `~` first: what a variable holds is taken as it is, and is not expanded again.
+    head = os.path.expanduser(value)
+    if head.startswith("~"):
+        raise ValueError(f"{value.split('/', 1)[0]} cannot be expanded: no such home directory; give the full path")
+    return _VARIABLE.sub(variable, head)
+
+
+ExpandedPath = Annotated[Path, BeforeValidator(expand_path)]
+"""A path in which `~` and environment variables are expanded."""
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+
+MAX_DIMENSIONS = 3
+Sizes = Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MAX_DIMENSIONS)]
+"""One positive whole number a spatial dimension: (length,), (height, width) or (frames, height, width)."""
+Paddings = Annotated[tuple[Natural, ...], Field(min_length=1, max_length=MAX_DIMENSIONS)]
+"""As Sizes, where 0 is allowed."""
