@@ -59,8 +59,8 @@ class FlatParameters:
     """Moves parameters into one flat buffer and gives them persistent gradients in another.
 
     The nn.Parameter objects stay the same; only `p.data` and `p.grad` are re-pointed. Autograd then
-    accumulates into `p.grad` in place. Parameters without requires_grad are left alone. A parameter listed twice
-    (tied weights) is laid out once, under its first name. Move the model to its device and dtype before.
+    accumulates into `p.grad` in place. Parameters without requires_grad are left alone. A parameter listed
+    twice (tied weights) is laid out once, under its first name. Move the model to its device and dtype before.
 
     Args:
         named_parameters: as from `model.named_parameters()`; one device, one dtype, bfloat16 or float32.
@@ -218,7 +218,7 @@ class FlatOptimizer:
     """What AdamW and Muon share: buffers, learning rate, step count, gradient norm, and state by name.
 
     `lr` (0-d float32) and `step_count` (0-d int64) live on the parameters' device, and nothing here waits for
-    the device, so that a step can be captured in a CUDA graph: change the rate by `optimizer.lr.fill_(value)`.
+    the device, so that a step can be captured in a CUDA graph: set the rate by `optimizer.lr.fill_(value)`.
 
     Args:
         params: the flat parameters.
