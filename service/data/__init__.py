@@ -1,0 +1,110 @@
+"""Input pipeline: data sources, and one endless stream of global sample numbers over them.
+
+`open_data` turns the data section into a training and a validation source; `Stream` feeds training from any
+step on, on any number of ranks; `validation` gives the fixed held-out batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from service.config.schema import DataSection, ModelSection
+from service.data import hashing
+from service.data.array import ArraySource, normalise_for, open_array
+from service.data.images import BadFiles, ImageSource, list_pictures, split_by_name
+from service.data.photographs import BUILTIN, HELD_OUT, TRAIN, PhotographSource, load
+from service.data.source import Source, held_out
+from service.data.stream import Stream, validation
+from service.data.synthetic import SyntheticSource
+from service.data.transforms import Normalise
+from service.errors import UserError
+
+__all__ = ["Source", "Stream", "open_data", "validation"]
+
+_SYNTHETIC_VAL_SAMPLES = 4096
+
+
+def open_data(data: DataSection, model: ModelSection, *, seed: int) -> tuple[Source, Source]:
+    """Open training and validation data: samples are float32 [in_chans, *input_size].
+
+    The split depends on file names (pictures) or row numbers (arrays), never on the seed.
+
+    Raises:
+        UserError: the data is missing, empty, unreadable or does not fit the model; the message names the
+            field.
+    """
+    if data.kind == "synthetic":
+        shape = (model.in_chans, *model.input_size)
+        val_length = min(data.synthetic_samples, _SYNTHETIC_VAL_SAMPLES)
+        return (
+            SyntheticSource(data.synthetic_samples, shape, seed),
+            SyntheticSource(val_length, shape, hashing.derive(seed, hashing.VALIDATION)),
+        )
+    if data.path is None:
+        raise UserError(f"data.path is not set and data.kind={data.kind} needs it: --set data.path=…")
+    if data.kind == "array":
+        return _open_arrays(data, model, data.path.expanduser())
+    return _open_pictures(data, model, data.path.expanduser())
+
+
+def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source]:
+    if len(model.input_size) != 2:
+        raise UserError(
+            f"data.kind=images needs a model.input_size of two numbers, not {list(model.input_size)}; "
+            "use data.kind=array for signals and clips"
+        )
+    if model.in_chans not in (1, 3):
+        raise UserError(
+            f"data.kind=images gives 1 or 3 channels, but model.in_chans is {model.in_chans}; "
+            "use data.kind=array"
+        )
+    size = model.input_size[0], model.input_size[1]
+    normalise = Normalise(model.in_chans, data.mean, data.std, full_scale=255.0)
+    if path.name == BUILTIN:
+        train_pictures, val_pictures = load(TRAIN, model.in_chans), load(HELD_OUT, model.in_chans)
+        scale, flip = data.crop_scale, data.flip
+        return (
+            PhotographSource(train_pictures, size, normalise, train=True, scale=scale, flip=flip),
+            PhotographSource(val_pictures, size, normalise, train=False, scale=scale, flip=flip),
+        )
+    bad = BadFiles(data.max_bad_files)
+
+    def source(root: Path, names: list[str], train: bool) -> ImageSource:
+        return ImageSource(
+            root,
+            names,
+            size,
+            normalise,
+            bad,
+            in_chans=model.in_chans,
+            train=train,
+            scale=data.crop_scale,
+            flip=data.flip,
+        )
+
+    names = list_pictures(path)
+    if data.val_path is not None:
+        val_path = data.val_path.expanduser()
+        return source(path, names, True), source(val_path, list_pictures(val_path, "data.val_path"), False)
+    train_names, val_names = split_by_name(names, data.val_fraction, path)
+    return source(path, train_names, True), source(path, val_names, False)
+
+
+def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source]:
+    shape = (model.in_chans, *model.input_size)
+    rows = open_array(path, shape)
+    normalise = normalise_for(rows, model.in_chans, data.mean, data.std)
+    if data.val_path is not None:
+        val_rows = open_array(data.val_path.expanduser(), shape, "data.val_path")
+        val_normalise = normalise_for(val_rows, model.in_chans, data.mean, data.std)
+        return ArraySource(rows, normalise), ArraySource(val_rows, val_normalise)
+    if len(rows) < 2:
+        raise UserError(
+            f"data.path: {path} holds one sample, and one is held out for validation; "
+            "add some or set data.val_path"
+        )
+    numbers = np.arange(len(rows), dtype=np.int64)
+    is_val = held_out(hashing.uniform_floats(hashing.derive(hashing.VALIDATION), numbers), data.val_fraction)
+    return ArraySource(rows, normalise, numbers[~is_val]), ArraySource(rows, normalise, numbers[is_val])
