@@ -268,6 +268,31 @@ class FlatOptimizer:
         self._sum.add_(self.params.flat_grad)
         self.params.flat_grad.zero_()
 
+    @torch.no_grad()
+    def bucket_gradient(self, bucket: Bucket) -> Tensor:
+        """The slice that step() will read of a bucket whose gradients are final, for an all-reduce.
+
+        With float32 accumulation, adds the bucket's bfloat16 gradient to the sum first and zeroes it.
+        """
+        if self._sum is None:
+            return bucket.grad
+        start = bucket.grad.storage_offset()
+        total = self._sum[start : start + bucket.grad.numel()]
+        total.add_(bucket.grad)
+        bucket.grad.zero_()
+        return total
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor that backward or step() changes: what has to be kept to undo a step."""
+        optional = [t for t in (self.master, self._sum) if t is not None]
+        slots = [slot.flat for slot in self.slots.values()]
+        return [self.params.flat, self.params.flat_grad, self.step_count, *optional, *slots]
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Gradients of several backward passes are summed in a float32 buffer."""
+        return self._sum is not None
+
     def zero_grad(self) -> None:
         """Zeroes all gradients in place; the buffers and the views of them stay."""
         self.params.zero_grad()

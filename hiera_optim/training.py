@@ -1,0 +1,236 @@
+"""One optimizer step of MAE training: masks, forward, backward, all-reduce, clipping, update.
+
+`TrainStep` is the same code eager and captured: capture records what the eager step launches into CUDA graphs
+and replays it. Everything that changes between steps (inputs, sample ids, learning rate, step counter) lives in
+device memory, and nothing in a step waits for the host.
+
+Masks are a function of (seed, sample id) alone, so a run gives a sample the same mask on any number of ranks, at
+any accumulation, and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hiera_optim.geometry import Geometry
+from hiera_optim.gradients import GradientReducer
+from hiera_optim.masks import sample_mask
+from hiera_optim.optim.flat import FlatOptimizer
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one optimizer step reports, as 0-d device tensors that the next step overwrites."""
+
+    loss: Tensor
+    """Mean loss over the global batch (fp32)."""
+    grad_norm: Tensor
+    """L2 norm of the averaged gradient before clipping (fp32)."""
+    nonfinite: Tensor
+    """1.0 if this rank's own loss was not finite or the norm is not, else 0.0 (fp32)."""
+
+
+class TrainStep:
+    """Runs MAE training steps on `model`, eager or as CUDA graphs.
+
+    Call it once a micro-batch; each `accumulation`-th call updates the weights and returns a `StepOutput`, the
+    others return None. The gradient is averaged over accumulation and over the ranks of `process_group`.
+
+    Args:
+        model: an optimised FAIR `MaskedAutoencoderHiera` (see `hiera_optim.optimize`), in the precision to train in.
+        optimizer: a flat optimizer over the model's parameters; its `lr` is a device tensor.
+        micro_batch: samples in a call.
+        accumulation: calls in an optimizer step.
+        mask_ratio: fraction of mask units dropped.
+        seed: seed of the masks.
+        clip_grad_norm: largest gradient norm, or None.
+        precision: "bf16" casts the inputs to bfloat16 (the model's parameters must be bfloat16), "fp32" does not.
+        capture: record the step into CUDA graphs; needs a CUDA device.
+        process_group: ranks to average over; None for all ranks when torch.distributed is initialised.
+
+    Raises:
+        ValueError: for a batch or a precision that does not fit the model, in one line.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: FlatOptimizer,
+        *,
+        micro_batch: int,
+        accumulation: int = 1,
+        mask_ratio: float = 0.6,
+        seed: int = 0,
+        clip_grad_norm: float | None = None,
+        precision: str = "fp32",
+        capture: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if micro_batch < 1 or accumulation < 1:
+            raise ValueError(f"micro_batch and accumulation must be at least 1, not {micro_batch} and {accumulation}")
+        parameter = next(model.parameters())
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        if parameter.dtype != dtype:
+            raise ValueError(f"precision {precision} needs {dtype} parameters, but the model has {parameter.dtype}")
+        if capture and parameter.device.type != "cuda":
+            raise ValueError(f"capture needs a CUDA device, but the model is on {parameter.device}")
+        self.model = model
+        self.optimizer = optimizer
+        self.geometry = Geometry.from_model(model)
+        self.micro_batch, self.accumulation = micro_batch, accumulation
+        self.mask_ratio, self.seed, self.clip_grad_norm = mask_ratio, seed, clip_grad_norm
+        self.capture = capture
+        device = parameter.device
+        shape = (micro_batch, self.geometry.in_chans, *self.geometry.input_size)
+        self._x = torch.zeros(shape, dtype=dtype, device=device)
+        self._ids = torch.zeros(micro_batch, dtype=torch.int64, device=device)
+        self._loss_sum = torch.zeros((), device=device)
+        self._report = torch.zeros(3, device=device)
+        self._output = StepOutput(*self._report.unbind())
+        self._grad_scale = torch.ones((), device=device)
+        self._reducer = GradientReducer(optimizer, process_group=process_group)
+        self._micro_index = 0
+        self._graphs: dict[str, Any] = {}
+
+    # -- the step -------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Tensor, sample_ids: Tensor) -> StepOutput | None:
+        """Runs one micro-batch.
+
+        Args:
+            x: [micro_batch, in_chans, *input_size], floating point, any device; pinned host memory copies
+                asynchronously.
+            sample_ids: [micro_batch] int64, the samples' global numbers; they decide the masks.
+
+        Returns:
+            The step's report on the last micro-batch of an optimizer step, else None.
+        """
+        self._load(x, sample_ids)
+        last = self._micro_index == self.accumulation - 1
+        self._micro_index = (self._micro_index + 1) % self.accumulation
+        name = "update" if last else "accumulate"
+        body = self._update if last else self._accumulate
+        if self.capture:
+            self._replay(name, body)
+        else:
+            body()
+        return self._output if last else None
+
+    def _load(self, x: Tensor, sample_ids: Tensor) -> None:
+        if x.shape != self._x.shape or sample_ids.shape != self._ids.shape:
+            raise ValueError(
+                f"this step takes x {tuple(self._x.shape)} and sample_ids {tuple(self._ids.shape)}, not "
+                f"{tuple(x.shape)} and {tuple(sample_ids.shape)}; make a new TrainStep for another batch"
+            )
+        self._x.copy_(x, non_blocking=True)
+        self._ids.copy_(sample_ids, non_blocking=True)
+
+    def _backward(self) -> None:
+        loss = self._loss(self._x, self._ids)
+        self._loss_sum += loss.detach() / self.accumulation
+        (loss / self.accumulation).backward()
+
+    def _accumulate(self) -> None:
+        self._backward()
+        self._reducer.accumulate()
+
+    def _update(self) -> None:
+        with self._reducer.reduce_in_backward():
+            self._backward()
+        optimizer, world = self.optimizer, self._reducer.world_size
+        norm = optimizer.grad_norm() / world
+        local_bad = (~torch.isfinite(self._loss_sum)).float()
+        self._report[0] = self._reducer.mean(self._loss_sum)
+        self._report[1] = norm
+        self._report[2] = torch.maximum(local_bad, (~torch.isfinite(norm)).float())
+        self._grad_scale.fill_(1 / world)
+        if self.clip_grad_norm is not None:
+            # torch.nn.utils.clip_grad_norm_'s coefficient: max_norm / (norm + 1e-6), at most 1
+            self._grad_scale *= (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        optimizer.step(self._grad_scale, zero_grad=True)
+        self._loss_sum.zero_()
+
+    def _loss(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        """Loss of one batch with the masks of its sample ids: 0-d fp32."""
+        geometry = self.geometry
+        kept = geometry.num_kept(self.mask_ratio)
+        mask, keep_idx, _ = sample_mask(sample_ids, geometry.num_mask_units, kept, self.seed)
+        loss: Tensor = self.model(x, mask_ratio=self.mask_ratio, mask=mask, keep_idx=keep_idx)[0]
+        return loss.float()
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        """Mean loss of one batch in evaluation mode, with the masks of its sample ids: 0-d fp32 on the device."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            device = self._x.device
+            return self._loss(x.to(device, self._x.dtype, non_blocking=True), sample_ids.to(device))
+        finally:
+            self.model.train(training)
+
+    # -- capture --------------------------------------------------------------------------------------------
+
+    def _replay(self, name: str, body: Callable[[], None]) -> None:
+        if name not in self._graphs:
+            self._graphs[name] = self._record(body)
+        self._graphs[name].replay()
+
+    def _record(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Warms `body` up on a side stream, undoes what that did to weights and state, and records it."""
+        saved = self._snapshot()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self._restore(saved)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((g.pool() for g in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool, **self._capture_options()):
+            body()
+        # recording runs nothing, so the state is still as restored
+        return graph
+
+    def _capture_options(self) -> dict[str, Any]:
+        # NCCL's watchdog thread may query events while this thread records: only this thread's calls count
+        return {"capture_error_mode": "thread_local"} if self._reducer.world_size > 1 else {}
+
+    def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
+        tensors = [*self.optimizer.buffers(), self._loss_sum, self._report]
+        return [(t, t.clone()) for t in tensors]
+
+    @staticmethod
+    def _restore(saved: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, copy in saved:
+            tensor.copy_(copy)
+
+    def release(self) -> None:
+        """Frees the recorded graphs and their memory; the next call records anew."""
+        self._graphs.clear()
+
+    def no_capture(self) -> AbstractContextManager[None]:
+        """Runs the calls inside it eagerly."""
+        if not self.capture:
+            return nullcontext()
+        return _Eager(self)
+
+
+class _Eager(AbstractContextManager[None]):
+    def __init__(self, step: TrainStep) -> None:
+        self.step = step
+
+    def __enter__(self) -> None:
+        self.step.capture = False
+
+    def __exit__(self, *_: object) -> None:
+        self.step.capture = True
