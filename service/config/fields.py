@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 
 def expand_path(value: Any) -> Any:
-    """`~`, `~user`, `$VAR` and `${VAR}` of a path replaced, once; ValueError names a variable that is not set.
+    """`~`, `~user`, `$VAR` and `${VAR}` of a path replaced, once; ValueError if one is not set.
 
     A value that is not text is returned as it is, for pydantic to judge.
     """
@@ -45,7 +45,7 @@ def expand_path(value: Any) -> Any:
     # `~` first: what a variable holds is taken as it is, and is not expanded again.
     head = os.path.expanduser(value)
     if head.startswith("~"):
-        raise ValueError(f"{value.split('/', 1)[0]} cannot be expanded: no such home directory; give the full path")
+        raise ValueError(f"{value.split('/', 1)[0]}: no such home directory; give the full path")
     return _VARIABLE.sub(variable, head)
 
 

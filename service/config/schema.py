@@ -25,7 +25,7 @@ class RunSection(Section):
     name: str = Field(default="hiera", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Name of the run: letters, digits, '.', '_' and '-'; the run directory's default is runs/<name>."""
     dir: ExpandedPath | None = None
-    """Run directory: resolved run.yaml, metrics.jsonl, checkpoints, reconstructions, state; null: runs/<name>."""
+    """Run directory: resolved run.yaml, metrics.jsonl, checkpoints, pictures, state; null: runs/<name>."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of weights, sample order, augmentation and masks."""
 
@@ -79,7 +79,7 @@ class ModelSection(Section):
     """Share of the mask units that are hidden; int(units x (1 - mask_ratio)) are kept."""
 
     def hiera_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of FAIR's MaskedAutoencoderHiera: every field but mask_ratio, sequences as tuples."""
+        """Keyword arguments of FAIR's MaskedAutoencoderHiera: every field but mask_ratio."""
         return {name: getattr(self, name) for name in type(self).model_fields if name != "mask_ratio"}
 
 
@@ -114,7 +114,9 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _ranges(self) -> DataSection:
         if self.crop_scale[0] > self.crop_scale[1]:
-            raise ValueError(f"crop_scale: {list(self.crop_scale)} is not a range; write the smaller share first")
+            raise ValueError(
+                f"crop_scale: {list(self.crop_scale)} is not a range; the smaller share comes first"
+            )
         if (self.mean is None) != (self.std is None):
             missing, given = ("mean", "std") if self.mean is None else ("std", "mean")
             raise ValueError(f"{missing}: null although {given} is set; set both or neither")
@@ -150,7 +152,7 @@ class OptimSection(Section):
     """Momentum of Muon."""
 
     def peak_lr(self, global_batch: int) -> float:
-        """Learning rate at the end of warm-up for this global batch: `lr`, or base_lr x global_batch / 256."""
+        """Learning rate at the end of warm-up: `lr`, or base_lr x global_batch / 256."""
         return self.lr if self.lr is not None else self.base_lr * global_batch / REFERENCE_BATCH
 
 

@@ -1,0 +1,107 @@
+"""Whether the data of a configuration is there and has the right shape, without decoding any of it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from service.config.schema import RunConfig
+from service.errors import UserError
+
+ARRAY_DTYPES = ("f2", "f4", "f8", "u1", "i1", "u2", "i2", "i4", "u4")
+"""numpy type codes, without byte order, that can be training data."""
+_MAGIC = b"\x93NUMPY"
+_MAX_HEADER = 1 << 20
+
+
+class ArrayHeader(NamedTuple):
+    """What a .npy file says about itself."""
+
+    descr: str
+    shape: tuple[int, ...]
+    fortran_order: bool
+    offset: int
+
+
+def check_data(config: RunConfig) -> None:
+    """data.path and data.val_path exist, can be read and fit the model. UserError, one line."""
+    data = config.data
+    if data.kind == "synthetic":
+        return
+    thing = "a folder of pictures" if data.kind == "images" else "a .npy file"
+    if data.path is None:
+        raise UserError(f"data.path: null, but data.kind {data.kind} needs {thing}; add --set data.path=...")
+    for field, path in (("data.path", data.path), ("data.val_path", data.val_path)):
+        if path is None:
+            continue
+        if not path.exists():
+            raise UserError(f"{field}: {path} does not exist")
+        if data.kind == "images":
+            _check_folder(field, path)
+        else:
+            _check_array(field, path, (config.model.in_chans, *config.model.input_size))
+
+
+def _check_folder(field: str, path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(f"{field}: {path} is a file; data.kind images needs a folder of pictures")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(f"{field}: {path} cannot be read: permission denied")
+    with os.scandir(path) as entries:
+        if next(entries, None) is None:
+            raise UserError(f"{field}: {path} is empty")
+
+
+def _check_array(field: str, path: Path, sample: tuple[int, ...]) -> None:
+    if path.is_dir():
+        raise UserError(f"{field}: {path} is a folder; data.kind array needs a .npy file")
+    try:
+        header = read_array_header(path)
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{field}: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{field}: {path} {error}") from None
+    code = header.descr[1:] if header.descr[:1] in "<>|=" else header.descr
+    if code not in ARRAY_DTYPES:
+        raise UserError(f"{field}: {path} holds {header.descr!r}; needs a number type, e.g. float32 or uint8")
+    if header.shape[1:] != sample:
+        wanted = ", ".join(map(str, ("N", *sample)))
+        raise UserError(
+            f"{field}: {path} has shape {list(header.shape)}, but the model needs [{wanted}] "
+            "(N, model.in_chans, *model.input_size)"
+        )
+    if header.shape[0] < 1:
+        raise UserError(f"{field}: {path} holds no samples")
+    whole = header.offset + int(code[1:])
+    for length in header.shape:
+        whole = header.offset + (whole - header.offset) * length
+    if size < whole:
+        raise UserError(f"{field}: {path} is truncated: {size} bytes of {whole}")
+
+
+def read_array_header(path: Path) -> ArrayHeader:
+    """Header of a .npy file, versions 1 to 3. ValueError if it is not one, OSError if it cannot be read."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8 or start[:6] != _MAGIC:
+            raise ValueError("is not a .npy file")
+        major = start[6]
+        if major not in (1, 2, 3):
+            raise ValueError(f"is a .npy file of the unknown version {major}")
+        width, code = (2, "<H") if major == 1 else (4, "<I")
+        field = file.read(width)
+        length = struct.unpack(code, field)[0] if len(field) == width else _MAX_HEADER + 1
+        text = file.read(length) if length <= _MAX_HEADER else b""
+        if len(text) != length:
+            raise ValueError("is a .npy file with a broken header")
+        offset = file.tell()
+    try:
+        header = ast.literal_eval(text.decode("latin1" if major < 3 else "utf-8").strip())
+        shape = tuple(int(length) for length in header["shape"])
+        return ArrayHeader(str(header["descr"]), shape, bool(header["fortran_order"]), offset)
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):
+        raise ValueError("is a .npy file with a broken header") from None

@@ -1,0 +1,225 @@
+"""From a YAML file, the file it extends, and `--set` overrides to a checked RunConfig.
+
+Order: the extended file, then the file, then the overrides; lists are replaced, not merged. Every
+mistake ends in one UserError of one or two lines that names the place, the field and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from service.config import yamlfile
+from service.config.checks import check_settings
+from service.config.schema import RunConfig
+from service.config.wording import accepts, field_error, resolve
+from service.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_SUFFIXES = ("", ".yaml", ".yml")
+EXTENDS = "extends"
+
+
+def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in `source` (a path, or the name of a shipped one; None: the defaults), overridden.
+
+    Args:
+        source: see `find_config`.
+        overrides: texts `section.field=value`; the last one of a field wins.
+
+    Raises:
+        UserError: anything wrong that can be known without looking at the data or the machine.
+    """
+    data: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if source is not None:
+        data, origins = _read_chain(find_config(source))
+    for override in overrides:
+        section, name, value = _parse_override(override)
+        data.setdefault(section, {})[name] = value
+        origins.pop(f"{section}.{name}", None)
+    config = _validate(data, origins)
+    check_settings(config)
+    return _with_absolute_paths(config)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML; `load_config` of it gives an equal one."""
+    return yamlfile.dump(config.model_dump(mode="json"))
+
+
+def shipped_directory() -> Path:
+    """The directory of the configurations that come with the package.
+
+    In a wheel they are the data of `service`; in a checkout they lie at the top of the repository.
+    """
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name to path of every shipped configuration, by name."""
+    return {path.stem: path for path in sorted(shipped_directory().glob("*.yaml"))}
+
+
+def find_config(source: str | Path, beside: Path | None = None) -> Path:
+    """The file that `source` means: as given (from `beside`), else shipped; .yaml may be left out."""
+    given = Path(os.path.expandvars(os.path.expanduser(str(source))))
+    for suffix in _SUFFIXES:
+        path = (beside or Path()) / (str(given) + suffix)
+        if path.is_file():
+            return path
+    shipped = shipped_configs()
+    # `configs/base.yaml`, as the README writes it, means the same where there is no checkout.
+    if str(given.parent) in (".", "configs"):
+        name = given.stem if given.suffix in _SUFFIXES else given.name
+        if name in shipped:
+            return shipped[name]
+    near = difflib.get_close_matches(given.stem, shipped, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped) or 'none'}"
+    raise UserError(f"no configuration {source}: neither a file nor shipped with hiera-train; {hint}")
+
+
+def known_fields() -> list[str]:
+    """Every field as section.field, in the order of the schema."""
+    return [
+        f"{section}.{name}"
+        for section, info in RunConfig.model_fields.items()
+        for name in getattr(info.annotation, "model_fields", {})
+    ]
+
+
+def unknown_key(path: str) -> str:
+    """What is wrong with a key that does not exist, and the nearest one that does."""
+    fields = known_fields()
+    leaves: dict[str, str] = {}
+    for known in fields:
+        leaves.setdefault(known.rsplit(".", 1)[-1], known)
+    leaf = path.rsplit(".", 1)[-1]
+    # The right name in the wrong section, a slip in section or name, a slip in the name alone.
+    same_name = [known for known in fields if known.rsplit(".", 1)[-1] == leaf]
+    near = difflib.get_close_matches(path, same_name, n=1, cutoff=0.0)
+    near = near or difflib.get_close_matches(path, [*fields, *RunConfig.model_fields], n=1, cutoff=0.7)
+    near = near or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.5)]
+    hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(RunConfig.model_fields)}"
+    return f"unknown key {path}; {hint}"
+
+
+def _read_chain(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Sections of `path` over those of the file that it extends, and where each key comes from."""
+    data, origins = _read_sections(path)
+    if EXTENDS not in data:
+        return data, origins
+    base_name = data.pop(EXTENDS)
+    here = origins.pop(EXTENDS)
+    if not isinstance(base_name, str) or not base_name:
+        raise UserError(f"{here}: {EXTENDS}: {base_name!r} is not the name of a configuration file")
+    base_path = find_config(base_name, beside=path.parent)
+    if base_path.resolve() == path.resolve():
+        raise UserError(f"{here}: {EXTENDS}: {path.name} extends itself")
+    base, base_origins = _read_sections(base_path)
+    if EXTENDS in base:
+        raise UserError(f"{here}: {EXTENDS}: {base_name} extends {base[EXTENDS]}; only one level is allowed")
+    for section, values in data.items():
+        base.setdefault(section, {}).update(values)
+    return base, {**base_origins, **origins}
+
+
+def _read_sections(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    document = yamlfile.read(path)
+    sections = {} if document.data is None else document.data
+    if not isinstance(sections, dict):
+        kind = "a list" if isinstance(sections, list) else repr(sections)
+        raise UserError(f"{path}: expected sections ({', '.join(RunConfig.model_fields)}), found {kind}")
+    origins = {dotted: f"{path}:{line}" for dotted, line in document.lines.items()}
+    known = set(known_fields())
+    for section, values in sections.items():
+        if section == EXTENDS:
+            continue
+        if section not in RunConfig.model_fields:
+            raise UserError(f"{origins[section]}: {unknown_key(section)}")
+        if values is None:  # a section whose keys are all commented out
+            sections[section] = {}
+        elif not isinstance(values, dict):
+            raise UserError(f"{origins[section]}: {section}: {values!r} is not a section of fields")
+        else:
+            for name in values:
+                if f"{section}.{name}" not in known:
+                    raise UserError(f"{origins[f'{section}.{name}']}: {unknown_key(f'{section}.{name}')}")
+    return sections, origins
+
+
+def _parse_override(override: str) -> tuple[str, str, Any]:
+    """`section.field=value` to (section, field, value), the value read as the field's type wants it."""
+    dotted, equals, text = override.partition("=")
+    dotted = dotted.strip()
+    if not equals:
+        raise UserError(f"--set {override}: write section.field=value, e.g. --set train.global_batch=1024")
+    if dotted in RunConfig.model_fields:
+        example = next(known for known in known_fields() if known.startswith(f"{dotted}."))
+        raise UserError(f"--set {override}: {dotted} is a section; set one of its fields, e.g. {example}")
+    if dotted not in known_fields():
+        raise UserError(f"--set {override}: {unknown_key(dotted)}")
+    section, name = dotted.split(".")
+    return section, name, _typed(dotted, text)
+
+
+def _typed(dotted: str, text: str) -> Any:
+    """Text of an override as a value for this field; what does not fit is left for validation to refuse."""
+    schema = resolve(dotted)
+    stripped = text.strip()
+    if stripped == "null" and accepts(schema, "null"):
+        return None
+    if stripped in _choices(schema):
+        return stripped
+    kinds = [kind for kind in ("integer", "number", "array") if accepts(schema, kind)]
+    if accepts(schema, "string") and not kinds:
+        return text
+    if accepts(schema, "array"):
+        # 448,448 and a lone 1024 are lists too; brackets need quoting in some shells.
+        inner = stripped if stripped.startswith("[") else f"[{stripped}]"
+        return yamlfile.parse(inner, f"--set {dotted}={text}").data
+    return yamlfile.scalar(stripped)
+
+
+def _choices(schema: dict[str, Any]) -> Iterator[str]:
+    for option in schema.get("anyOf", [schema]):
+        yield from (choice for choice in option.get("enum", [option.get("const")]) if isinstance(choice, str))
+
+
+def _validate(data: dict[str, Any], origins: dict[str, str]) -> RunConfig:
+    # Through JSON, because pydantic's strict mode (no "3" for 3, no true for 1) still takes a JSON list for a
+    # tuple and JSON text for a path.
+    try:
+        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        problems = [field_error(detail, data) for detail in error.errors(include_url=False)]
+    fields = list(dict.fromkeys(dotted for dotted, _ in problems))
+    dotted, problem = problems[0]
+    origin = origins.get(dotted)
+    # Of a union every branch complains; the field's own expectation says it once.
+    message = f"{origin}: {problem}" if origin else problem
+    if len(fields) > 1:
+        message += f"\nalso wrong: {', '.join(fields[1:])}"
+    raise UserError(message)
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Relative paths start at the current directory; the resolved run.yaml must mean the same anywhere."""
+    changed: dict[str, Any] = {}
+    for section in RunConfig.model_fields:
+        values = getattr(config, section)
+        paths = {
+            name: Path(os.path.abspath(value))
+            for name in type(values).model_fields
+            if isinstance(value := getattr(values, name), Path)
+        }
+        if paths:
+            changed[section] = values.model_copy(update=paths)
+    return config.model_copy(update=changed)
