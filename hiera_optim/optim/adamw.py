@@ -96,7 +96,7 @@ def adamw_update(
 def no_decay_parameters(model: nn.Module) -> set[str]:
     """Names that MAE recipes do not decay: biases, norms (fewer than two dimensions), the model's own list.
 
-    The rule of facebookresearch/mae (timm's `add_weight_decay`); the list is FAIR Hiera's `no_weight_decay()`.
+    The rule of facebookresearch/mae (timm's `add_weight_decay`); the list is FAIR's `no_weight_decay()`.
     """
     own = getattr(model, "no_weight_decay", None)
     listed = set(own()) if callable(own) else set()

@@ -45,10 +45,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A slice of the flat gradient and the parameters whose gradients fill it."""
+    """A slice of the flat gradient, from `offset` on, and the parameters whose gradients fill it."""
 
     grad: Tensor
     parameters: list[nn.Parameter]
+    offset: int
+    entries: slice
 
 
 def _align(numel: int) -> int:
@@ -60,7 +62,7 @@ class FlatParameters:
 
     The nn.Parameter objects stay the same; only `p.data` and `p.grad` are re-pointed. Autograd then
     accumulates into `p.grad` in place. Parameters without requires_grad are left alone. A parameter listed
-    twice (tied weights) is laid out once, under its first name. Move the model to its device and dtype before.
+    twice (tied weights) is laid out once, under its first name. Move the model to its device and dtype first.
 
     Args:
         named_parameters: as from `model.named_parameters()`; one device, one dtype, bfloat16 or float32.
@@ -116,17 +118,19 @@ class FlatParameters:
         """Elements of the flat buffers, padding included."""
         return self.flat.numel()
 
-    def attach(self) -> None:
+    def attach(self, part: slice = slice(None)) -> None:
         """Makes every `p.grad` the view into the flat gradient again.
 
         `zero_grad(set_to_none=True)` drops the views, and autograd then makes a tensor of its own. What
-        `p.grad` holds is taken as true: it is copied into the flat gradient, None as zeros.
+        `p.grad` holds is taken as true: it is copied into the flat gradient, None as zeros. `part` limits
+        this to some of `entries`.
 
         Raises:
             RuntimeError: a parameter no longer lives in the flat buffer, or a gradient is elsewhere while a
                 CUDA graph is being captured (it would hold addresses that the next step does not use).
         """
-        for entry, pointer, view in zip(self.entries, self._pointers, self._grad_views, strict=True):
+        parts = zip(self.entries[part], self._pointers[part], self._grad_views[part], strict=True)
+        for entry, pointer, view in parts:
             if entry.parameter.data_ptr() != pointer:
                 raise RuntimeError(
                     f"{entry.name} has left the optimizer's flat buffer: move or cast the model, "
@@ -166,16 +170,13 @@ class FlatParameters:
             raise ValueError(f"bucket size must be positive, got {nbytes} bytes")
         buckets: list[Bucket] = []
         size = nbytes // self.flat_grad.element_size()
-        for group, (_, group_end) in self.ranges.items():
-            members = [entry for entry in self.entries if entry.group == group]
-            pending: list[Entry] = []
-            for entry in members:
-                pending.append(entry)
-                end = group_end if entry is members[-1] else entry.offset + _align(entry.parameter.numel())
-                if end - pending[0].offset >= size or end == group_end:
-                    grad = self.flat_grad[pending[0].offset : end]
-                    buckets.append(Bucket(grad, [member.parameter for member in pending]))
-                    pending = []
+        first = 0
+        for i, entry in enumerate(self.entries):
+            start, end = self.entries[first].offset, entry.offset + _align(entry.parameter.numel())
+            if end - start >= size or end == self.ranges[entry.group][1]:
+                parameters = [member.parameter for member in self.entries[first : i + 1]]
+                buckets.append(Bucket(self.flat_grad[start:end], parameters, start, slice(first, i + 1)))
+                first = i + 1
         return buckets
 
 
@@ -274,10 +275,10 @@ class FlatOptimizer:
 
         With float32 accumulation, adds the bucket's bfloat16 gradient to the sum first and zeroes it.
         """
+        self.params.attach(bucket.entries)
         if self._sum is None:
             return bucket.grad
-        start = bucket.grad.storage_offset()
-        total = self._sum[start : start + bucket.grad.numel()]
+        total = self._sum[bucket.offset : bucket.offset + bucket.grad.numel()]
         total.add_(bucket.grad)
         bucket.grad.zero_()
         return total

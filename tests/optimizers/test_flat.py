@@ -256,3 +256,40 @@ def test_model_state_dict_still_loads_into_a_plain_model() -> None:
     model.load_state_dict(small_model().state_dict())
     assert torch.equal(optimizer.master_parameters()["0.weight"], small_model()[0].weight)
     assert not torch.equal(plain[0].weight, model[0].weight)
+
+
+def test_bucket_gradient_is_what_the_step_reads() -> None:
+    """With a float32 sum it moves the bfloat16 gradient there; gradients set to None are found again."""
+    for fp32_accumulation in (False, True):
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).bfloat16()
+        optimizer = AdamW(model.named_parameters(), lr=1e-3, fp32_accumulation=fp32_accumulation)
+        model.zero_grad(set_to_none=True)
+        model(torch.ones(2, 32, dtype=torch.bfloat16)).square().sum().backward()
+        expected = [p.grad.float() for p in model.parameters() if p.grad is not None]
+        for bucket in optimizer.params.buckets(2048):
+            optimizer.bucket_gradient(bucket).mul_(2)
+        (flat,) = optimizer.flat_grads
+        assert flat.dtype == (torch.float32 if fp32_accumulation else torch.bfloat16)
+        actual = {entry.name: entry.view(flat).float() for entry in optimizer.params.entries}
+        for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
+            assert torch.equal(actual[name], 2 * grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_restore_everything(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8)).to(dtype)
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, fp32_accumulation=True)
+
+    def run() -> Tensor:
+        for _ in range(3):
+            model(torch.ones(2, 8, dtype=dtype)).square().sum().backward()
+            optimizer.accumulate()
+            optimizer.step(zero_grad=True)
+        return optimizer.params.flat.clone()
+
+    saved = [(tensor, tensor.clone()) for tensor in optimizer.buffers()]
+    first = run()
+    for tensor, copy_ in saved:
+        tensor.copy_(copy_)
+    assert torch.equal(run(), first)
+    assert not torch.equal(saved[0][1], first)
