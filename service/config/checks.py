@@ -15,7 +15,7 @@ from service.config.geometry import kept_mask_units, mask_unit_count, size_divis
 from service.config.schema import ModelSection, RunConfig
 from service.errors import UserError
 
-PICTURE_CHANNELS = 3
+PICTURE_CHANNELS = (1, 3)
 _PER_DIMENSION = ("q_stride", "mask_unit_size", "patch_kernel", "patch_stride", "patch_padding")
 
 
@@ -170,9 +170,9 @@ def _check_channels(config: RunConfig) -> None:
                 f"data.kind: images are 2-D, model.input_size {list(model.input_size)} is "
                 f"{len(model.input_size)}-D; use data.kind=array"
             )
-        if model.in_chans != PICTURE_CHANNELS:
+        if model.in_chans not in PICTURE_CHANNELS:
             raise UserError(
-                f"model.in_chans: {model.in_chans}, but pictures have {PICTURE_CHANNELS} channels; "
+                f"model.in_chans: {model.in_chans}, but pictures give 1 (grey) or 3 channels; "
                 "use data.kind=array"
             )
     for name in ("mean", "std"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from service.config.schema import RunConfig
+from service.config.schema import BUILTIN, RunConfig
 from service.errors import UserError
 
-ARRAY_DTYPES = ("f2", "f4", "f8", "u1", "i1", "u2", "i2", "i4", "u4")
+ARRAY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "u1": "uint8", "i2": "int16"}
 """numpy type codes, without byte order, that can be training data."""
+PHOTOGRAPHS = f"{BUILTIN}photographs"
+_PHOTOGRAPH_PACKAGES = {"skimage": "scikit-image", "sklearn": "scikit-learn"}
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 1 << 20
 
@@ -37,12 +40,33 @@ def check_data(config: RunConfig) -> None:
     for field, path in (("data.path", data.path), ("data.val_path", data.val_path)):
         if path is None:
             continue
-        if not path.exists():
-            raise UserError(f"{field}: {path} does not exist")
+        if str(path).startswith(BUILTIN):
+            _check_builtin(field, data.kind, str(path))
+            continue
+        try:
+            path.stat()
+        except FileNotFoundError:
+            raise UserError(f"{field}: {path} does not exist") from None
+        except OSError as error:
+            raise UserError(f"{field}: {path} cannot be read: {error.strerror}") from None
         if data.kind == "images":
             _check_folder(field, path)
         else:
             _check_array(field, path, (config.model.in_chans, *config.model.input_size))
+
+
+def _check_builtin(field: str, kind: str, name: str) -> None:
+    if kind != "images" or name != PHOTOGRAPHS:
+        raise UserError(f"{field}: {name} is unknown; data.kind images has {PHOTOGRAPHS}")
+    missing = [
+        package
+        for module, package in _PHOTOGRAPH_PACKAGES.items()
+        if importlib.util.find_spec(module) is None
+    ]
+    if missing:
+        raise UserError(
+            f"{field}: {name} needs {' and '.join(missing)}: pip install 'hiera-train[quickstart]'"
+        )
 
 
 def _check_folder(field: str, path: Path) -> None:
@@ -67,7 +91,8 @@ def _check_array(field: str, path: Path, sample: tuple[int, ...]) -> None:
         raise UserError(f"{field}: {path} {error}") from None
     code = header.descr[1:] if header.descr[:1] in "<>|=" else header.descr
     if code not in ARRAY_DTYPES:
-        raise UserError(f"{field}: {path} holds {header.descr!r}; needs a number type, e.g. float32 or uint8")
+        wanted = ", ".join(ARRAY_DTYPES.values())
+        raise UserError(f"{field}: {path} holds {header.descr!r}; convert it to one of {wanted}")
     if header.shape[1:] != sample:
         wanted = ", ".join(map(str, ("N", *sample)))
         raise UserError(

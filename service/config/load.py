@@ -17,12 +17,11 @@ from pydantic import ValidationError
 
 from service.config import yamlfile
 from service.config.checks import check_settings
-from service.config.schema import RunConfig
+from service.config.schema import BUILTIN, RunConfig
+from service.config.shipped import find_config
 from service.config.wording import accepts, field_error, resolve
 from service.errors import UserError
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_SUFFIXES = ("", ".yaml", ".yml")
 EXTENDS = "extends"
 
 
@@ -52,38 +51,6 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML; `load_config` of it gives an equal one."""
     return yamlfile.dump(config.model_dump(mode="json"))
-
-
-def shipped_directory() -> Path:
-    """The directory of the configurations that come with the package.
-
-    In a wheel they are the data of `service`; in a checkout they lie at the top of the repository.
-    """
-    inside = _PACKAGE / "configs"
-    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
-
-
-def shipped_configs() -> dict[str, Path]:
-    """Name to path of every shipped configuration, by name."""
-    return {path.stem: path for path in sorted(shipped_directory().glob("*.yaml"))}
-
-
-def find_config(source: str | Path, beside: Path | None = None) -> Path:
-    """The file that `source` means: as given (from `beside`), else shipped; .yaml may be left out."""
-    given = Path(os.path.expandvars(os.path.expanduser(str(source))))
-    for suffix in _SUFFIXES:
-        path = (beside or Path()) / (str(given) + suffix)
-        if path.is_file():
-            return path
-    shipped = shipped_configs()
-    # `configs/base.yaml`, as the README writes it, means the same where there is no checkout.
-    if str(given.parent) in (".", "configs"):
-        name = given.stem if given.suffix in _SUFFIXES else given.name
-        if name in shipped:
-            return shipped[name]
-    near = difflib.get_close_matches(given.stem, shipped, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped) or 'none'}"
-    raise UserError(f"no configuration {source}: neither a file nor shipped with hiera-train; {hint}")
 
 
 def known_fields() -> list[str]:
@@ -218,7 +185,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         paths = {
             name: Path(os.path.abspath(value))
             for name in type(values).model_fields
-            if isinstance(value := getattr(values, name), Path)
+            if isinstance(value := getattr(values, name), Path) and not str(value).startswith(BUILTIN)
         }
         if paths:
             changed[section] = values.model_copy(update=paths)

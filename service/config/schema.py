@@ -15,6 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from service.config.fields import ExpandedPath, Natural, Paddings, Positive, Section, Sizes
 
 ALLOCATOR_PRESETS = ("default", "large-batch", "captured-ddp", "debug")
+BUILTIN = "builtin:"
+"""What data.path starts with when it names pictures that installed packages ship instead of a path."""
 REFERENCE_BATCH = 256
 """The global batch that base_lr is given for (linear scaling rule, as in MAE, arXiv 2111.06377)."""
 
@@ -42,7 +44,7 @@ class ModelSection(Section):
     """Size of a sample without channels: [length], [height, width] or [frames, height, width]. Each must
     divide by patch_stride x q_stride^(stages - 1)."""
     in_chans: int = Field(default=3, gt=0)
-    """Input channels; pictures have 3."""
+    """Input channels; pictures give 3, or 1 (grey)."""
     embed_dim: int = Field(default=96, gt=0)
     """Channels of the first stage; each later stage doubles them."""
     num_heads: int = Field(default=1, gt=0)
@@ -89,11 +91,12 @@ class DataSection(Section):
     kind: Literal["images", "array", "synthetic"] = "images"
     """images: a folder of pictures; array: a .npy file; synthetic: made up, to test and to measure speed."""
     path: ExpandedPath | None = None
-    """Folder of pictures (any depth) or .npy file of shape [N, in_chans, *input_size]."""
+    """Folder of pictures (any depth) or .npy file of shape [N, in_chans, *input_size]; or
+    builtin:photographs, the pictures that scikit-image and scikit-learn ship."""
     val_path: ExpandedPath | None = None
     """Held-out data of the same kind; null: val_fraction of the training data, split by file."""
     val_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the training data that is held out when val_path is null; 0: no validation."""
+    """Share of the training data that is held out when val_path is null, at least one sample."""
     crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.2, 1.0)
     """Area range of RandomResizedCrop, as shares of the picture (images)."""
     flip: bool = True

@@ -1,0 +1,300 @@
+"""`hiera-train`: reads the command line, and hands over to the launcher or to one of the tools.
+
+Nothing heavy is imported before it is known to be needed: help and the config commands answer within
+half a second, without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from service.errors import EXIT_FINISHED, UserError
+
+PROGRAM = "hiera-train"
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it. A run that is interrupted exits as the launcher says instead."""
+_COMMANDS = ("run", "config", "reconstruct", "export")
+
+_USAGE = """\
+%(prog)s [run] --config FILE [--set SECTION.FIELD=VALUE ...] [--dry-run]
+       %(prog)s COMMAND [-h] ..."""
+_EXAMPLES = """\
+examples:
+  hiera-train --config quickstart                            a first run, on the CPU, in minutes
+  hiera-train --config base --set data.path=~/pictures       pre-train Hiera-B; the same command resumes
+  hiera-train --config base --set data.path=~/pictures --dry-run
+  hiera-train config show --config base                      every setting, resolved
+  hiera-train reconstruct runs/quickstart                    pictures: original, masked, reconstructed
+  hiera-train export runs/quickstart --to hiera.safetensors  weights for FAIR's own classes
+
+exit codes: 0 finished, 75 stopped on request (the same command resumes), 78 wrong configuration or input,
+70 training failed for good (e.g. non-finite loss), 1 any other failure (a retry may help).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes on the command line end like all mistakes of the user: one line and exit code 78."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code and prints what went wrong to stderr."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        if sys.stdout is not None:  # closed by the parent, as cron and some schedulers do
+            sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has left. Point stdout elsewhere, or the interpreter complains when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FINISHED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        raise UserError(f"--config is missing, e.g. {PROGRAM} --config quickstart (see {PROGRAM} --help)")
+    if arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version"):
+        if not arguments[0].startswith("-"):
+            near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(_COMMANDS)}"
+            raise UserError(f"unknown command {arguments[0]}; {hint}")
+        arguments = ["run", *arguments]
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    return command(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        usage=_USAGE,
+        description="Pre-train Hiera as a masked autoencoder. Without a command: run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_config(commands)
+    _add_reconstruct(commands)
+    _add_export(commands)
+    return parser
+
+
+def _add_command(commands: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]) -> Any:
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_config_options(parser: Any) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file, or the name of a shipped configuration: " + ", ".join(_shipped()),
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="override one setting; may be repeated. Lists: 448,448; nothing: null",
+    )
+
+
+def _add_run(commands: Any) -> None:
+    parser = _add_command(commands, "run", "train, or go on with a run that was stopped (the default)", _run)
+    _add_config_options(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what would run, and exit"
+    )
+    nodes = parser.add_argument_group(
+        "several nodes",
+        "start the same command on every node; each flag may come from the variable beside it",
+    )
+    nodes.add_argument("--nnodes", metavar="N", help="number of nodes (HIERA_NNODES; 1)")
+    nodes.add_argument("--node-rank", metavar="R", help="this node, 0 to N-1 (HIERA_NODE_RANK)")
+    nodes.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet: node 0 (HIERA_RDZV_ENDPOINT)"
+    )
+
+
+def _add_config(commands: Any) -> None:
+    parser = commands.add_parser("config", help="show or check a configuration, or print the schema")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, text, run in (
+        ("show", "print the whole resolved configuration as YAML", _config_show),
+        ("check", "check a configuration and its data without starting anything", _config_check),
+    ):
+        verb = _add_command(verbs, name, text, run)
+        verb.add_argument("file", nargs="?", metavar="FILE", help="the same as --config FILE")
+        _add_config_options(verb)
+    _add_command(verbs, "schema", "print the JSON schema of the configuration", _config_schema)
+
+
+def _add_reconstruct(commands: Any) -> None:
+    text = "draw held-out samples of a run: original, masked, reconstructed"
+    parser = _add_command(commands, "reconstruct", text, _reconstruct)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory, e.g. runs/quickstart")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="checkpoint of this step; default: the newest whole one"
+    )
+
+
+def _add_export(commands: Any) -> None:
+    text = "write a run's weights for FAIR's own classes, loadable strictly"
+    parser = _add_command(commands, "export", text, _export)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory, e.g. runs/quickstart")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="FILE.pth or FILE.safetensors")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="checkpoint of this step; default: the newest whole one"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from service.config.checks import check_all, check_world
+    from service.config.load import load_config
+
+    if options.config is None:
+        raise UserError(f"--config is missing; shipped configurations: {', '.join(_shipped())}")
+    nnodes, node_rank, endpoint = _nodes(options, os.environ)
+    config = load_config(options.config, options.overrides)
+    check_all(config)
+    if isinstance(config.runtime.nproc_per_node, int):
+        check_world(config, nnodes * config.runtime.nproc_per_node)
+    if options.dry_run:
+        from service.config.summary import summary
+
+        print("\n".join(summary(config, nnodes)))
+        return EXIT_FINISHED
+    from service.launch.launcher import run
+
+    code: int = run(config, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=endpoint)
+    return code
+
+
+def _config_show(options: argparse.Namespace) -> int:
+    from service.config.load import dump_config, load_config
+
+    print(dump_config(load_config(_source(options), options.overrides)), end="")
+    return EXIT_FINISHED
+
+
+def _config_check(options: argparse.Namespace) -> int:
+    from service.config.checks import check_all
+    from service.config.load import load_config
+    from service.config.summary import summary
+
+    config = load_config(_source(options), options.overrides)
+    check_all(config)
+    print("\n".join(summary(config, 1)))
+    return EXIT_FINISHED
+
+
+def _config_schema(_: argparse.Namespace) -> int:
+    from service.config.schema import RunConfig
+
+    print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    return EXIT_FINISHED
+
+
+def _reconstruct(options: argparse.Namespace) -> int:
+    _check_run_directory(options.run_dir)
+    from service.train.reconstruct import main as reconstruct
+
+    return int(reconstruct(options.run_dir, step=options.step))
+
+
+def _export(options: argparse.Namespace) -> int:
+    _check_run_directory(options.run_dir)
+    if options.to.suffix not in (".pth", ".safetensors"):
+        raise UserError(f"--to: {options.to} must end in .pth or .safetensors")
+    if not options.to.absolute().parent.is_dir():
+        raise UserError(f"--to: the directory {options.to.absolute().parent} does not exist")
+    from service.train.export import main as export
+
+    return int(export(options.run_dir, options.to, options.step))
+
+
+def _source(options: argparse.Namespace) -> str:
+    if options.file is not None and options.config is not None:
+        raise UserError(f"two configurations: {options.file} and --config {options.config}; give one")
+    source: str | None = options.file or options.config
+    if source is None:
+        raise UserError(f"--config is missing; shipped configurations: {', '.join(_shipped())}")
+    return source
+
+
+def _check_run_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give a run directory, e.g. runs/quickstart")
+    if not (path / "run.yaml").is_file():
+        raise UserError(f"{path} is not a run directory: it has no run.yaml")
+
+
+def _nodes(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, int | None, str | None]:
+    """(nodes, rank of this one, rendezvous endpoint) from the flags or, without a flag, the environment."""
+
+    def given(flag: str, variable: str) -> tuple[str, str | None]:
+        value: str | None = getattr(options, flag.replace("-", "_"))
+        return (f"--{flag}", value) if value is not None else (variable, environment.get(variable) or None)
+
+    name, text = given("nnodes", "HIERA_NNODES")
+    nnodes = 1 if text is None else _whole(name, text, least=1)
+    name, text = given("node-rank", "HIERA_NODE_RANK")
+    node_rank = None if text is None else _whole(name, text, least=0)
+    if node_rank is not None and node_rank >= nnodes:
+        raise UserError(f"{name}: {node_rank} must be less than the number of nodes, {nnodes}")
+    name, endpoint = given("rdzv-endpoint", "HIERA_RDZV_ENDPOINT")
+    if endpoint is not None:
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):([0-9]{1,5})", endpoint)
+        if match is None or not 0 < int(match[2]) <= 65535:
+            raise UserError(f"{name}: {endpoint!r} is not HOST:PORT, e.g. node0:29400 or [fe80::1]:29400")
+    if nnodes > 1 and (node_rank is None or endpoint is None):
+        missing = "--node-rank" if node_rank is None else "--rdzv-endpoint"
+        raise UserError(f"{missing} is missing: {nnodes} nodes need --node-rank and --rdzv-endpoint on each")
+    return nnodes, node_rank, endpoint
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    if not re.fullmatch(r"[0-9]+", text.strip()) or int(text) < least:
+        raise UserError(f"{name}: {text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _shipped() -> list[str]:
+    from service.config.shipped import shipped_configs
+
+    return list(shipped_configs())
+
+
+def _version() -> str:
+    try:
+        return metadata.version("hiera-train")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
