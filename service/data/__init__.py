@@ -26,10 +26,11 @@ __all__ = ["Source", "Stream", "open_data", "validation"]
 _SYNTHETIC_VAL_SAMPLES = 4096
 
 
-def open_data(data: DataSection, model: ModelSection, *, seed: int) -> tuple[Source, Source]:
+def open_data(data: DataSection, model: ModelSection, *, seed: int) -> tuple[Source, Source | None]:
     """Open training and validation data: samples are float32 [in_chans, *input_size].
 
-    The split depends on file names (pictures) or row numbers (arrays), never on the seed.
+    The split depends on file names (pictures) or row numbers (arrays), never on the seed. The validation
+    source is None when data.val_path is not set and data.val_fraction is 0.
 
     Raises:
         UserError: the data is missing, empty, unreadable or does not fit the model; the message names the
@@ -49,7 +50,7 @@ def open_data(data: DataSection, model: ModelSection, *, seed: int) -> tuple[Sou
     return _open_pictures(data, model, data.path.expanduser())
 
 
-def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source]:
+def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source | None]:
     if len(model.input_size) != 2:
         raise UserError(
             f"data.kind=images needs a model.input_size of two numbers, not {list(model.input_size)}; "
@@ -62,16 +63,9 @@ def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[
         )
     size = model.input_size[0], model.input_size[1]
     normalise = Normalise(model.in_chans, data.mean, data.std, full_scale=255.0)
-    if path.name == BUILTIN:
-        train_pictures, val_pictures = load(TRAIN, model.in_chans), load(HELD_OUT, model.in_chans)
-        scale, flip = data.crop_scale, data.flip
-        return (
-            PhotographSource(train_pictures, size, normalise, train=True, scale=scale, flip=flip),
-            PhotographSource(val_pictures, size, normalise, train=False, scale=scale, flip=flip),
-        )
     bad = BadFiles(data.max_bad_files)
 
-    def source(root: Path, names: list[str], train: bool) -> ImageSource:
+    def files(root: Path, names: list[str], train: bool) -> Source:
         return ImageSource(
             root,
             names,
@@ -84,15 +78,27 @@ def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[
             flip=data.flip,
         )
 
-    names = list_pictures(path)
+    def photographs(train: bool) -> Source:
+        pictures = load(TRAIN if train else HELD_OUT, model.in_chans)
+        return PhotographSource(pictures, size, normalise, train=train, scale=data.crop_scale, flip=data.flip)
+
+    builtin = path.name == BUILTIN
+    names = [] if builtin else list_pictures(path)
     if data.val_path is not None:
+        train = photographs(True) if builtin else files(path, names, True)
         val_path = data.val_path.expanduser()
-        return source(path, names, True), source(val_path, list_pictures(val_path, "data.val_path"), False)
+        if val_path.name == BUILTIN:
+            return train, photographs(False)
+        return train, files(val_path, list_pictures(val_path, "data.val_path"), False)
+    if builtin:
+        return photographs(True), None if data.val_fraction == 0 else photographs(False)
+    if data.val_fraction == 0:
+        return files(path, names, True), None
     train_names, val_names = split_by_name(names, data.val_fraction, path)
-    return source(path, train_names, True), source(path, val_names, False)
+    return files(path, train_names, True), files(path, val_names, False)
 
 
-def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source]:
+def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source | None]:
     shape = (model.in_chans, *model.input_size)
     rows = open_array(path, shape)
     normalise = normalise_for(rows, model.in_chans, data.mean, data.std)
@@ -100,6 +106,8 @@ def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[So
         val_rows = open_array(data.val_path.expanduser(), shape, "data.val_path")
         val_normalise = normalise_for(val_rows, model.in_chans, data.mean, data.std)
         return ArraySource(rows, normalise), ArraySource(val_rows, val_normalise)
+    if data.val_fraction == 0:
+        return ArraySource(rows, normalise), None
     if len(rows) < 2:
         raise UserError(
             f"data.path: {path} holds one sample, and one is held out for validation; "
