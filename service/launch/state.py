@@ -98,7 +98,7 @@ def report(status: Status, *, step: int = 0, reason: str = "", exit_code: int | 
 
     `exit_code` defaults to the status's own. A final outcome of the same attempt (State.is_final) is kept:
     what other ranks meet while they are torn down is a consequence of it. Returns False when nothing was
-    written: not started by the launcher, outcome already final, or the disk refuses (which is said on stderr).
+    written: not started by the launcher, outcome already final, or the disk refuses (said on stderr).
     """
     run_dir, attempt = os.environ.get(RUN_DIR_VARIABLE), os.environ.get(ATTEMPT_VARIABLE)
     if not run_dir or not attempt:
