@@ -10,9 +10,8 @@ import argparse
 import difflib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=PROGRAM)
     _add_run(commands)
     _add_config(commands)
     _add_reconstruct(commands)
@@ -135,10 +134,11 @@ def _add_run(commands: Any) -> None:
     )
     nodes = parser.add_argument_group(
         "several nodes",
-        "start the same command on every node; each flag may come from the variable beside it",
+        "start the same command on every node; a flag that is left out is taken from the variable beside it,\n"
+        "then from what Slurm or Kubernetes set",
     )
-    nodes.add_argument("--nnodes", metavar="N", help="number of nodes (HIERA_NNODES; 1)")
-    nodes.add_argument("--node-rank", metavar="R", help="this node, 0 to N-1 (HIERA_NODE_RANK)")
+    nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes (HIERA_NNODES; 1)")
+    nodes.add_argument("--node-rank", type=int, metavar="R", help="this node, 0 to N-1 (HIERA_NODE_RANK)")
     nodes.add_argument(
         "--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet: node 0 (HIERA_RDZV_ENDPOINT)"
     )
@@ -179,10 +179,12 @@ def _add_export(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from service.config.checks import check_all, check_world
     from service.config.load import load_config
+    from service.launch.rendezvous import resolve
 
     if options.config is None:
         raise UserError(f"--config is missing; shipped configurations: {', '.join(_shipped())}")
-    nnodes, node_rank, endpoint = _nodes(options, os.environ)
+    rendezvous = resolve(options.nnodes, options.node_rank, options.rdzv_endpoint, os.environ)
+    nnodes = 1 if rendezvous is None else rendezvous.nnodes
     config = load_config(options.config, options.overrides)
     check_all(config)
     if isinstance(config.runtime.nproc_per_node, int):
@@ -194,7 +196,12 @@ def _run(options: argparse.Namespace) -> int:
         return EXIT_FINISHED
     from service.launch.launcher import run
 
-    code: int = run(config, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=endpoint)
+    code: int = run(
+        config,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        rdzv_endpoint=options.rdzv_endpoint,
+    )
     return code
 
 
@@ -255,36 +262,6 @@ def _check_run_directory(path: Path) -> None:
         raise UserError(f"{path} is not a directory; give a run directory, e.g. runs/quickstart")
     if not (path / "run.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no run.yaml")
-
-
-def _nodes(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, int | None, str | None]:
-    """(nodes, rank of this one, rendezvous endpoint) from the flags or, without a flag, the environment."""
-
-    def given(flag: str, variable: str) -> tuple[str, str | None]:
-        value: str | None = getattr(options, flag.replace("-", "_"))
-        return (f"--{flag}", value) if value is not None else (variable, environment.get(variable) or None)
-
-    name, text = given("nnodes", "HIERA_NNODES")
-    nnodes = 1 if text is None else _whole(name, text, least=1)
-    name, text = given("node-rank", "HIERA_NODE_RANK")
-    node_rank = None if text is None else _whole(name, text, least=0)
-    if node_rank is not None and node_rank >= nnodes:
-        raise UserError(f"{name}: {node_rank} must be less than the number of nodes, {nnodes}")
-    name, endpoint = given("rdzv-endpoint", "HIERA_RDZV_ENDPOINT")
-    if endpoint is not None:
-        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):([0-9]{1,5})", endpoint)
-        if match is None or not 0 < int(match[2]) <= 65535:
-            raise UserError(f"{name}: {endpoint!r} is not HOST:PORT, e.g. node0:29400 or [fe80::1]:29400")
-    if nnodes > 1 and (node_rank is None or endpoint is None):
-        missing = "--node-rank" if node_rank is None else "--rdzv-endpoint"
-        raise UserError(f"{missing} is missing: {nnodes} nodes need --node-rank and --rdzv-endpoint on each")
-    return nnodes, node_rank, endpoint
-
-
-def _whole(name: str, text: str, least: int) -> int:
-    if not re.fullmatch(r"[0-9]+", text.strip()) or int(text) < least:
-        raise UserError(f"{name}: {text!r} is not a whole number of at least {least}")
-    return int(text)
 
 
 def _shipped() -> list[str]:
