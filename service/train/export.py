@@ -1,0 +1,71 @@
+"""Weights of a run for FAIR's own classes: `.pth` as FAIR publishes them, or `.safetensors`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from service.errors import EXIT_FINISHED, UserError
+from service.train.checkpoint import load_tensors
+from service.train.reconstruct import find_checkpoint
+
+SUFFIXES = (".pth", ".safetensors")
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+
+
+def fair_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict under FAIR's names: prefixes of DDP (`module.`) and torch.compile (`_orig_mod.`)
+    removed."""
+    return {_WRAPPERS.sub("", name): tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def write_weights(weights: Mapping[str, Tensor], to: Path) -> None:
+    """Write a state dict whole or not at all.
+
+    `.pth` holds {"model_state": weights}, what FAIR's `pretrained_model` loader reads, and nothing but
+    tensors, so that torch.load(weights_only=True) takes it. `.safetensors` holds the tensors by name.
+
+    Raises:
+        UserError: another suffix, or the file cannot be written.
+    """
+    if to.suffix not in SUFFIXES:
+        raise UserError(f"--to: {to} must end in {' or '.join(SUFFIXES)}")
+    temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+    try:
+        if to.suffix == ".pth":
+            torch.save({"model_state": dict(weights)}, temporary)
+        else:
+            save_file(dict(weights), temporary, metadata={"format": "pt"})
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, to)
+    # torch and safetensors raise their own kinds when the disk is full or the folder is not there.
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        else:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"--to: cannot write {to}: {reason}") from error
+
+
+def main(run_dir: Path, to: Path, step: int | None = None) -> int:
+    """`hiera-train export`: write the weights of the newest checkpoint, or of one step; the exit code.
+
+    Raises:
+        UserError: there is no such checkpoint, or the file cannot be written.
+    """
+    if to.suffix not in SUFFIXES:
+        raise UserError(f"--to: {to} must end in {' or '.join(SUFFIXES)}")
+    step, checkpoint = find_checkpoint(run_dir, step)
+    write_weights(fair_state(load_tensors(checkpoint, "model.")), to)
+    print(f"{to}: weights after step {step}")
+    return EXIT_FINISHED
