@@ -1,12 +1,13 @@
 """Checkpoints: one safetensors file each, whole or absent.
 
-A file is written under a temporary name in the same folder, fsynced and renamed, so a reader never sees half of
-one. Disks and network file systems still lose or damage tails of files after a crash, so each file also carries a
-CRC-32 of everything in it, and loading takes the newest file that passes.
+A file is written under a temporary name in the same folder, fsynced and renamed, so a reader never sees half
+of one. Disks and network file systems still lose or damage tails of files after a crash, so each file also
+carries a CRC-32 of everything in it, and loading takes the newest file that passes.
 
-Layout: safetensors (https://github.com/huggingface/safetensors, "Format"), written here tensor by tensor because
-the library's own writer makes a second copy of all bytes in memory. Keys are `model.<name>` for weights (fp32) and
-`optim.<slot>.<name>` for optimizer state; the header's `__metadata__` holds `crc32` and `meta` (JSON).
+Layout: safetensors (https://github.com/huggingface/safetensors, "Format"), written here tensor by tensor
+because the library's own writer makes a second copy of all bytes in memory. Keys are `model.<name>` for
+weights (fp32) and `optim.<slot>.<name>` for optimizer state; the header's `__metadata__` holds `crc32` and
+`meta` (JSON).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from service.errors import UserError
@@ -67,14 +68,14 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-# -- writing --------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Writes CPU tensors and JSON-able `meta` to `path`, atomically and durably.
 
     Raises:
-        OSError: the disk is full or fails; nothing is left behind and an older file of that name is untouched.
+        OSError: the disk is full or fails; nothing is left behind, an older file of that name is untouched.
     """
     # Widest dtype first keeps every tensor aligned to its item size, as the format's readers prefer.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -116,7 +117,8 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[st
 
 
 def _chunks(tensor: Tensor) -> Iterable[memoryview]:
-    view = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    view = memoryview(flat)
     for start in range(0, len(view), _CHUNK):
         yield view[start : start + _CHUNK]
 
@@ -139,7 +141,7 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# -- reading --------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------
 
 
 def verify(path: Path) -> None:
@@ -190,17 +192,20 @@ def read_meta(path: Path) -> dict[str, Any]:
         _, entries = _read_header(file)
     meta: dict[str, Any] = json.loads(entries["__metadata__"]["meta"])
     if meta.get("format") != FORMAT:
-        raise UserError(f"{path} has checkpoint format {meta.get('format')}; this version reads format {FORMAT}")
+        raise UserError(f"{path} has checkpoint format {meta.get('format')}; this version reads {FORMAT}")
     return meta
 
 
 def load_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     """Tensors whose key starts with `prefix` ("model.", "optim." or all), without that prefix, on the CPU."""
     with safe_open(path, framework="pt") as file:
-        return {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+        keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        return {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
 
 
-def newest_whole(folder: Path, say: Callable[[str], None], *, set_aside: bool = False) -> tuple[int, Path] | None:
+def newest_whole(
+    folder: Path, say: Callable[[str], None], *, set_aside: bool = False
+) -> tuple[int, Path] | None:
     """The newest checkpoint that is whole, or None if there is none.
 
     Args:
@@ -257,7 +262,7 @@ def check_same_shapes(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[s
         )
 
 
-# -- saving without stopping ------------------------------------------------------------------------------------
+# -- saving without stopping -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -271,15 +276,17 @@ class Saved:
 
 
 class Saver:
-    """Writes checkpoints in a background thread, one at a time, and removes old ones after the new one is whole.
+    """Writes checkpoints in a background thread, one at a time, and then removes old ones.
 
-    `start` only enqueues copies to host memory (on CUDA they run on the current stream, into pinned memory, before
-    whatever training enqueues next); the thread waits for them.
+    `start` only enqueues copies to host memory (on CUDA they run on the current stream, into pinned memory,
+    before whatever training enqueues next); the thread waits for them.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self.step = -1
+        """Step of the last checkpoint that was begun."""
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._result: Saved | None = None
@@ -293,9 +300,10 @@ class Saver:
         """Takes a copy of `tensors` and begins to write it; waits first for a write still under way."""
         if self._thread is not None:
             self._thread.join()
-        began = time.perf_counter()
+        self.step, began = step, time.perf_counter()
         event = self._copy(tensors)
-        self._thread = threading.Thread(target=self._write, args=(step, began, dict(meta), event), name="checkpoint")
+        arguments = (step, began, dict(meta), event)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
     def poll(self) -> Saved | None:
@@ -321,7 +329,7 @@ class Saver:
             self._host[name].copy_(tensor.detach(), non_blocking=True)
         if not on_cuda:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 

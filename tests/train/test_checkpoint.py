@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from service.errors import UserError
 from service.train import checkpoint
 from service.train.checkpoint import (
@@ -106,7 +107,8 @@ def test_another_models_checkpoint_names_the_first_difference(tmp_path):
     saved = {"a": torch.zeros(2), "b": torch.zeros(3, 4), "c": torch.zeros(1)}
     wanted = {"a": torch.zeros(2), "b": torch.zeros(3, 5), "d": torch.zeros(1)}
     check_same_shapes(tmp_path, saved, saved)
-    with pytest.raises(UserError, match=r"b is \[3, 4\], this configuration's is \[3, 5\] \(and 2 more") as caught:
+    message = r"b is \[3, 4\], this configuration's is \[3, 5\] \(and 2 more"
+    with pytest.raises(UserError, match=message) as caught:
         check_same_shapes(tmp_path, saved, wanted)
     assert str(caught.value).count("\n") == 1
 

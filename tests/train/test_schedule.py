@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from service.config.schema import OptimSection, TrainSection
 from service.errors import UserError
 from service.train.schedule import Schedule, make_schedule, total_steps

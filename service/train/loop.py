@@ -1,0 +1,249 @@
+"""The training loop: fetch, step, log if due, save if due, evaluate if due, stop if signalled.
+
+Everything that varies between runs comes from the config, everything that varies between steps from the
+step's number, so a run that goes on from a checkpoint does what it would have done without the
+interruption.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from service.config.schema import RunConfig
+from service.data import Stream, validation
+from service.data.hashing import derive
+from service.errors import EXIT_FAILED, UserError
+from service.metrics.client import MetricsClient
+from service.train.checkpoint import Saver
+from service.train.evaluate import evaluate
+from service.train.model import checkpoint_meta, checkpoint_tensors
+from service.train.prepare import Run, prepare
+from service.train.progress import Console
+from service.train.report import Reporter, StepLog
+from service.train.signals import StopRequest, signal_name
+from service.train.workers import BoundaryVote, join_workers, shorten_timeouts
+
+STEPS_AHEAD = 2
+"""Optimizer steps that the host may enqueue before an older one is done: enough that the GPU never idles, few
+enough that input buffers do not pile up and a stop signal takes effect soon."""
+PICTURES = 8
+"""Held-out samples that are drawn."""
+DROP_PATH = 101
+"""Names stochastic depth among the uses of the run's seed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; a run that failed raises instead."""
+
+    status: Literal["finished", "stopped"]
+    step: int
+    reason: str = ""
+
+
+def train(
+    config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsClient, started: float
+) -> Outcome:
+    """Trains until the run is complete or a stop signal arrives, on this rank.
+
+    Args:
+        config: the resolved configuration.
+        run_dir: an existing folder, the same for all ranks; nobody else writes to it.
+        stop: the installed signal handlers.
+        metrics: where numbers go.
+        started: Unix time at which this start of the run began, for time_to_first_step_seconds.
+
+    Raises:
+        UserError: data, checkpoint or configuration do not fit; TrainingError: a loss or gradient is not
+        finite. OSError: the last checkpoint could not be written.
+    """
+    metrics.phase("starting")
+    workers = join_workers(config.runtime)
+    console = Console(speaks=workers.rank == 0)
+    run = prepare(config, run_dir, workers, console)
+    schedule, total, minutes = run.schedule, run.schedule.total, config.checkpoint.every_minutes
+    saver = Saver(run.checkpoints, config.checkpoint.keep)
+    stream = Stream(
+        run.train_data,
+        global_batch=config.train.global_batch,
+        micro_batch=run.plan.micro_batch,
+        rank=workers.rank,
+        world_size=workers.world_size,
+        start_step=run.first_step,
+        seed=config.run.seed,
+        threads=config.data.threads,
+        prefetch=config.data.prefetch,
+        pin=workers.device.type == "cuda",
+    )
+    report = Reporter(run, metrics, console, stream)
+    log = StepLog(run, report)
+    vote = BoundaryVote(workers)
+    pacer = Pacer(workers.device)
+    step, saved_at, postponed = run.first_step, time.monotonic(), False
+
+    metrics.phase("compiling")
+    console.begin(step, total)
+    vote.cast(stop.number, save=False)
+    vote.take_in()
+
+    while True:
+        # evaluate if due; a start that was killed after this step's checkpoint may have done so already
+        paused = time.perf_counter()
+        evaluation_due = due(step, config.train.eval_every, total) and not report.validated(step)
+        if run.val_data is not None and evaluation_due:
+            metrics.phase("validating")
+            log.settle()
+            result = evaluate(
+                run.train_step,
+                run.val_data,
+                micro_batch=run.plan.micro_batch,
+                workers=workers,
+                samples=config.train.eval_samples,
+                threads=config.data.threads,
+                stopping=partial(vote.stopping, stop),
+            )
+            if result is not None:
+                report.validation(step, result)
+            metrics.phase("training")
+        if workers.rank == 0 and due(step, config.train.reconstruct_every, total):
+            draw_reconstructions(run, step, console)
+        report.pause_ended(paused)
+
+        # stop if signalled
+        if step >= total or vote.stop_signal:
+            break
+
+        # fetch and step
+        began = time.perf_counter()
+        if config.model.drop_path_rate:
+            torch.manual_seed(step_seed(config.run.seed, step, workers.rank))
+        run.optimizer.lr.fill_(schedule(step))
+        output = None
+        for _ in range(run.plan.accumulation):
+            output = run.train_step(*next(stream))
+        assert output is not None
+        step += 1
+        log.record(step, output)
+        pacer.wait()
+        report.step_done()
+        if step == run.first_step + 1:
+            pacer.drain()
+            report.first_step(time.perf_counter() - began, time.time() - started)
+            shorten_timeouts(workers, config.runtime)
+            metrics.phase("training")
+
+        # log if due; the values arrive one step later, when the next step is already under way
+        log.settle()
+        if due(step, config.train.log_every, total):
+            log.mark(step)
+
+        # save if due
+        if (written := saver.poll()) is not None:
+            report.saved(written)
+        overdue = minutes is not None and time.monotonic() - saved_at >= minutes * 60
+        vote.cast(stop.number, save=workers.rank == 0 and (overdue or postponed) and not saver.busy)
+        if due(step, config.checkpoint.every_steps, total) or vote.save_wanted:
+            vote.saved()
+            log.flush()
+            # While rank 0's disk is behind, training does not wait: the vote brings this back.
+            postponed = saver.busy and step < total
+            if not postponed:
+                save(run, saver, step, log)
+                saved_at = time.monotonic()
+
+    # leave with a checkpoint, complete or not
+    metrics.phase("saving")
+    log.flush()
+    if step > run.first_step and saver.step != step:
+        save(run, saver, step, log)
+    written = saver.wait()
+    stored = written is None or report.saved(written)
+    stream.close()
+    console.end()
+    if step < total:
+        lost = "" if stored else "; its checkpoint could not be written, an older one is there"
+        return Outcome("stopped", step, f"stopped by {signal_name(vote.stop_signal)} after step {step}{lost}")
+    if not stored:
+        raise UserError(
+            f"training is complete, but its last checkpoint could not be written to {run.checkpoints};\n"
+            "make room and run the same command again",
+            EXIT_FAILED,
+        )
+    return Outcome("finished", step)
+
+
+def due(step: int, every: int, total: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) and at the end happens after `step`."""
+    return step > 0 and (step >= total or (every > 0 and step % every == 0))
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of a step's stochastic depth: a function of its place, so no generator state has to be saved."""
+    return derive(seed, DROP_PATH, step, rank) >> 1
+
+
+def save(run: Run, saver: Saver, step: int, log: StepLog) -> None:
+    """Starts to write a checkpoint after `step`. All ranks call it, rank 0 writes."""
+    tensors = checkpoint_tensors(run.optimizer)
+    if run.workers.rank == 0:
+        saver.start(step, tensors, checkpoint_meta(run.config, step) | {"losses_since_log": log.losses})
+
+
+def draw_reconstructions(run: Run, step: int, console: Console) -> None:
+    """Draws held-out pictures, masked and reconstructed, into reconstructions/, unless that is there
+    already.
+    """
+    path = run.directory / "reconstructions" / f"step-{step:08d}.png"
+    if run.val_data is None or path.exists() or find_spec("service.train.reconstruct") is None:
+        return
+    from service.train.reconstruct import write_pictures
+
+    config = run.config
+    x, sample_ids, real = next(
+        validation(run.val_data, micro_batch=PICTURES, rank=0, world_size=1, samples=PICTURES)
+    )
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_pictures(
+            run.train_step.model,
+            x[:real],
+            sample_ids[:real],
+            path,
+            seed=config.run.seed,
+            mask_ratio=config.model.mask_ratio,
+            mean=config.data.mean,
+            std=config.data.std,
+        )
+    except OSError as error:
+        console.warn(f"could not write {path}: {error.strerror or error}")
+
+
+class Pacer:
+    """Keeps the host at most STEPS_AHEAD optimizer steps ahead of a GPU; does nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def wait(self) -> None:
+        """Marks the step just enqueued and waits for the one STEPS_AHEAD before it."""
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+        if len(self._events) > STEPS_AHEAD:
+            self._events.popleft().synchronize()
+
+    def drain(self) -> None:
+        """Waits for all enqueued steps."""
+        while self._events:
+            self._events.popleft().synchronize()

@@ -1,0 +1,162 @@
+"""The model and optimizer of a run, and their way into and out of checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hiera_optim.optim.adamw import AdamW, no_decay_parameters
+from hiera_optim.optim.flat import FlatOptimizer
+from hiera_optim.optimize import optimize
+from service.config.schema import ModelSection, OptimSection, RunConfig, TrainSection
+from service.errors import UserError
+from service.train.checkpoint import FORMAT, check_same_shapes, load_tensors
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the global batch is computed on this number of ranks."""
+
+    micro_batch: int
+    """Samples a rank computes at once."""
+    accumulation: int
+    """Micro-batches of a rank in an optimizer step."""
+
+
+def plan_batch(train: TrainSection, world_size: int) -> BatchPlan:
+    """Cuts train.global_batch into micro-batches for `world_size` ranks.
+
+    Raises:
+        UserError: it does not divide.
+    """
+    share, rest = divmod(train.global_batch, world_size)
+    if rest or share == 0:
+        raise UserError(
+            f"train.global_batch {train.global_batch} does not divide by {world_size} ranks; change either"
+        )
+    micro_batch = train.micro_batch or share
+    if share % micro_batch:
+        raise UserError(
+            f"train.micro_batch {micro_batch} does not divide the {share} samples that each of {world_size} "
+            f"ranks takes of train.global_batch {train.global_batch}"
+        )
+    return BatchPlan(micro_batch, share // micro_batch)
+
+
+def build_fair_model(section: ModelSection, seed: int) -> nn.Module:
+    """FAIR's MaskedAutoencoderHiera with fp32 weights drawn from `seed`, on the CPU: the same on every
+    machine.
+
+    Raises:
+        UserError: FAIR's code refuses the sizes (service.config.checks finds most of these earlier).
+    """
+    with warnings.catch_warnings():
+        # hiera-transformer 0.1.4 imports timm.models.layers, which timm deprecates.
+        warnings.simplefilter("ignore", FutureWarning)
+        from hiera.hiera_mae import MaskedAutoencoderHiera
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: nn.Module = MaskedAutoencoderHiera(**section.hiera_arguments())
+        except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
+            why = str(error) or type(error).__name__
+            raise UserError(f"the model section describes no Hiera: {why}") from error
+    return model
+
+
+def build_model(section: TrainSection, fair: nn.Module, device: torch.device, precision: str) -> nn.Module:
+    """FAIR's model, optimised, on `device`, in the compute precision "fp32" or "bf16".
+
+    Raises:
+        UserError: hiera_optim has no fast path for these sizes.
+    """
+    try:
+        model = optimize(fair, verbose=False)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from error
+    return model.to(device, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]).train()
+
+
+def build_optimizer(model: nn.Module, optim: OptimSection, weights: Mapping[str, Tensor]) -> FlatOptimizer:
+    """The flat optimizer of a run, holding `weights` (fp32, by parameter name) in full precision.
+
+    No weight decay for parameters with fewer than two dimensions, biases, and what FAIR's model lists in
+    `no_weight_decay()` (its position embeddings); the same set as in FAIR's pre-training.
+    """
+    exempt = no_decay_parameters(model)
+    optimizer: FlatOptimizer
+    if optim.name == "muon":
+        from hiera_optim.optim.muon import Muon
+
+        optimizer = Muon(
+            model.named_parameters(),
+            lr=optim.muon_lr,
+            momentum=optim.muon_momentum,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            no_decay=exempt,
+            master=True,
+        )
+    else:
+        optimizer = AdamW(
+            model.named_parameters(),
+            lr=0.0,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            no_decay=exempt,
+            master=True,
+        )
+    # The model was cast to its compute precision; the masters start from the weights as drawn.
+    optimizer.load_master_parameters(weights)
+    return optimizer
+
+
+def checkpoint_tensors(optimizer: FlatOptimizer) -> dict[str, Tensor]:
+    """What a checkpoint holds: `model.<name>` and `optim.<slot>.<name>`, whole, whatever the number of
+    ranks.
+    """
+    tensors = {f"model.{name}": t for name, t in optimizer.master_parameters().items()}
+    return tensors | {f"optim.{name}": t for name, t in optimizer.state_dict().items()}
+
+
+def checkpoint_meta(config: RunConfig, step: int) -> dict[str, Any]:
+    """The JSON stored beside the tensors."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "samples": step * config.train.global_batch,
+        "seed": config.run.seed,
+        "model": config.model.model_dump(mode="json"),
+        "optimizer": config.optim.name,
+        "versions": {"torch": torch.__version__, "hiera-train": metadata.version("hiera-train")},
+    }
+
+
+def restore(path: Path, optimizer: FlatOptimizer) -> None:
+    """Loads weights and optimizer state from a checkpoint that has been verified.
+
+    Raises:
+        UserError: it belongs to another model or optimizer, or this node cannot read it.
+    """
+    try:
+        saved = load_tensors(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error}); all nodes must share run.dir"
+        ) from error
+    check_same_shapes(path, saved, checkpoint_tensors(optimizer))
+    optimizer.load_master_parameters(_strip(saved, "model."))
+    optimizer.load_state_dict(_strip(saved, "optim."))
+
+
+def _strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

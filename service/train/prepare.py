@@ -1,0 +1,113 @@
+"""Everything the loop needs, built from the config: data, model, optimizer, and where they were left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hiera_optim.optim.flat import FlatOptimizer
+from hiera_optim.training import TrainStep
+from service.config.schema import RunConfig
+from service.data import Source, open_data
+from service.train.checkpoint import checkpoint_path, newest_whole, remove_leftovers
+from service.train.model import (
+    BatchPlan,
+    build_fair_model,
+    build_model,
+    build_optimizer,
+    plan_batch,
+    restore,
+)
+from service.train.progress import Console
+from service.train.schedule import Schedule, make_schedule
+from service.train.workers import Workers, check_same_weights
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on this rank, ready for step number `first_step`."""
+
+    config: RunConfig
+    directory: Path
+    workers: Workers
+    plan: BatchPlan
+    train_data: Source
+    val_data: Source | None
+    """None: nothing is held out."""
+    schedule: Schedule
+    optimizer: FlatOptimizer
+    train_step: TrainStep
+    precision: str
+    first_step: int
+    """Optimizer steps done before this start."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.directory / "checkpoints"
+
+
+def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console) -> Run:
+    """Builds a run and takes up its newest whole checkpoint, if it has one.
+
+    Raises:
+        UserError: data, checkpoint or configuration do not fit.
+    """
+    on_cuda = workers.device.type == "cuda"
+    plan = plan_batch(config.train, workers.world_size)
+    train_data, val_data = open_data(config.data, config.model, seed=config.run.seed)
+    schedule = make_schedule(config.optim, config.train, len(train_data))
+    if schedule.warmup >= schedule.total:
+        console.warn(
+            f"the warm-up of {schedule.warmup} steps is not over at the run's end, step {schedule.total}: "
+            "set optim.warmup_epochs or optim.warmup_steps"
+        )
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if on_cuda else "fp32"
+    fair = build_fair_model(config.model, config.run.seed)
+    weights = {name: parameter.detach().clone() for name, parameter in fair.named_parameters()}
+    model = build_model(config.train, fair, workers.device, precision)
+    optimizer = build_optimizer(model, config.optim, weights)
+    first_step = _resume(run_dir / "checkpoints", optimizer, workers, console)
+    check_same_weights(workers, optimizer.master_parameters())
+    train_step = TrainStep(
+        model,
+        optimizer,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        mask_ratio=config.model.mask_ratio,
+        seed=config.run.seed,
+        clip_grad_norm=config.optim.clip_grad_norm,
+        precision=precision,
+        capture=on_cuda if config.train.capture == "auto" else config.train.capture == "on",
+    )
+    return Run(
+        config=config,
+        directory=run_dir,
+        workers=workers,
+        plan=plan,
+        train_data=train_data,
+        val_data=val_data,
+        schedule=schedule,
+        optimizer=optimizer,
+        train_step=train_step,
+        precision=precision,
+        first_step=first_step,
+    )
+
+
+def _resume(folder: Path, optimizer: FlatOptimizer, workers: Workers, console: Console) -> int:
+    """Loads the newest whole checkpoint on all ranks; returns its step, 0 if there is none."""
+    step = 0
+    if workers.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        found = newest_whole(folder, console.warn, set_aside=True)
+        step = found[0] if found else 0
+    (step,) = workers.from_first([step])
+    if step:
+        path = checkpoint_path(folder, step)
+        restore(path, optimizer)
+        console.say(f"resuming from {path.name}")
+    return step
