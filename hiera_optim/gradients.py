@@ -41,8 +41,10 @@ class GradientReducer:
         self._active = False
         self._works: list[dist.Work] = []
         self._waiting: list[int] = []
-        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._bucket_of]
+        # by address: a chain's fused backward writes gradients without autograd, and knows only those
+        self._bucket_of = {p.data_ptr(): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        parameters = (p for bucket in self._buckets for p in bucket.parameters)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in parameters]
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -70,13 +72,18 @@ class GradientReducer:
             for work in works:
                 work.wait()
 
-    def _ready(self, parameter: Tensor) -> None:
+    def _hook(self, parameter: Tensor) -> None:
+        self.ready([parameter.data_ptr()])
+
+    def ready(self, pointers: list[int]) -> None:
+        """Backward has written the gradients of the parameters at these addresses."""
         if not self._active:
             return
-        i = self._bucket_of[parameter]
-        self._waiting[i] -= 1
-        if self._waiting[i] == 0:
-            self._reduce(self._buckets[i])
+        for pointer in pointers:
+            i = self._bucket_of[pointer]
+            self._waiting[i] -= 1
+            if self._waiting[i] == 0:
+                self._reduce(self._buckets[i])
 
     def _reduce(self, bucket: Bucket) -> None:
         gradient = self._optimizer.bucket_gradient(bucket)

@@ -67,6 +67,29 @@ def _mix32_int(h: int) -> int:
     return h ^ (h >> 16)
 
 
+def _sample_hash(sample_ids: Tensor, count: int, seed: int) -> Tensor:
+    """int64 [B, count] below 2**32: a hash of (seed, sample id, position), the same on every device."""
+    if sample_ids.dtype != torch.int64 or sample_ids.dim() != 1:
+        raise ValueError(f"sample_ids must be int64 [B], not {sample_ids.dtype} {tuple(sample_ids.shape)}")
+    salt = 0x9E3779B9
+    rest = seed & ((1 << 64) - 1)
+    for part in (rest & _LOW32, rest >> 32):
+        salt = _mix32_int(salt ^ part)
+    h = _mix32((sample_ids & _LOW32) ^ salt)
+    h = _mix32((h + ((sample_ids >> 32) & _LOW32) * 0x3C6EF372) & _LOW32)
+    unit = torch.arange(count, device=sample_ids.device)
+    # A second pass of the unit's own hash separates samples whose 32-bit states are near each other.
+    return _mix32(h[:, None] ^ _mix32(unit + salt & _LOW32)[None, :])
+
+
+def sample_noise(sample_ids: Tensor, count: int, seed: int) -> Tensor:
+    """fp32 [B, count] uniform in [0, 1), a pure function of (seed, sample id): stochastic depth's draws.
+
+    Another stream than `sample_mask`'s, without RNG state, so that it can be captured in a CUDA graph.
+    """
+    return (_sample_hash(sample_ids, count, seed ^ 0x5DEECE66D) >> 8).float() * 2.0**-24
+
+
 def sample_mask(
     sample_ids: Tensor, num_mask_units: int, num_kept: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,17 +101,8 @@ def sample_mask(
     """
     if not 1 <= num_kept <= num_mask_units:
         raise ValueError(f"num_kept must be 1 to {num_mask_units}, not {num_kept}")
-    if sample_ids.dtype != torch.int64 or sample_ids.dim() != 1:
-        raise ValueError(f"sample_ids must be int64 [B], not {sample_ids.dtype} {tuple(sample_ids.shape)}")
-    salt = 0x9E3779B9
-    rest = seed & ((1 << 64) - 1)
-    for part in (rest & _LOW32, rest >> 32):
-        salt = _mix32_int(salt ^ part)
-    h = _mix32((sample_ids & _LOW32) ^ salt)
-    h = _mix32((h + ((sample_ids >> 32) & _LOW32) * 0x3C6EF372) & _LOW32)
+    noise = _sample_hash(sample_ids, num_mask_units, seed)
     unit = torch.arange(num_mask_units, device=sample_ids.device)
-    # A second pass of the unit's own hash separates samples whose 32-bit states are near each other.
-    noise = _mix32(h[:, None] ^ _mix32(unit + salt & _LOW32)[None, :])
     # Equal hashes are ordered by the unit, so the order is unique and the sort need not be stable.
     key = noise * num_mask_units + unit
     return _split_order(key.argsort(dim=1), num_kept)

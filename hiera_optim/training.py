@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hiera_optim.dispatch import use_kernels
 from hiera_optim.geometry import Geometry
 from hiera_optim.gradients import GradientReducer
-from hiera_optim.masks import sample_mask
+from hiera_optim.masks import sample_mask, sample_noise
 from hiera_optim.optim.flat import FlatOptimizer
 
 
@@ -96,6 +98,22 @@ class TrainStep:
         self._output = StepOutput(*self._report.unbind())
         self._grad_scale = torch.ones((), device=device)
         self._reducer = GradientReducer(optimizer, process_group=process_group)
+        self._kernels = use_kernels(model, self.geometry, device)
+        self._drop_path = any(getattr(b.drop_path, "drop_prob", 0.0) for b in model.blocks)
+        self._direct: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._kernels:
+            # Triton is loaded only where kernels run
+            from hiera_optim import fast
+            from hiera_optim.ops.library import GradientSink, direct_gradients
+
+            self._fast = fast
+            self._keep_probabilities = fast.keep_probabilities(model, device)
+            sink = GradientSink(
+                {p.data_ptr(): p.grad for p in model.parameters() if p.grad is not None},
+                self._reducer.ready,
+                accumulate=accumulation > 1 and not optimizer.sums_in_fp32,
+            )
+            self._direct = partial(direct_gradients, sink)
         self._micro_index = 0
         self._graphs: dict[str, Any] = {}
 
@@ -132,10 +150,18 @@ class TrainStep:
         self._x.copy_(x, non_blocking=True)
         self._ids.copy_(sample_ids, non_blocking=True)
 
+    def forward_backward(self) -> None:
+        """The step without its update, for benchmarks: the gradients of one micro-batch, overwritten each time."""
+        with self._reducer.reduce_in_backward():
+            self._backward()
+        self._report[0] = self._loss_sum
+        self._loss_sum.zero_()
+
     def _backward(self) -> None:
         loss = self._loss(self._x, self._ids)
         self._loss_sum += loss.detach() / self.accumulation
-        (loss / self.accumulation).backward()
+        with self._direct():
+            (loss / self.accumulation).backward()
 
     def _accumulate(self) -> None:
         self._backward()
@@ -159,10 +185,16 @@ class TrainStep:
 
     def _loss(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """Loss of one batch with the masks of its sample ids: 0-d fp32."""
-        geometry = self.geometry
+        geometry, model = self.geometry, self.model
         kept = geometry.num_kept(self.mask_ratio)
-        mask, keep_idx, _ = sample_mask(sample_ids, geometry.num_mask_units, kept, self.seed)
-        loss: Tensor = self.model(x, mask_ratio=self.mask_ratio, mask=mask, keep_idx=keep_idx)[0]
+        mask, keep_idx, drop_idx = sample_mask(sample_ids, geometry.num_mask_units, kept, self.seed)
+        if self._kernels:
+            scales = None
+            if self._drop_path and model.training:
+                noise = sample_noise(sample_ids, 2 * len(model.blocks), self.seed)  # type: ignore[arg-type]
+                scales = self._fast.drop_path_scales(self._keep_probabilities, noise.t())
+            return self._fast.mae_loss(model, geometry, x, mask, keep_idx, drop_idx, scales)[0]
+        loss: Tensor = model(x, mask_ratio=self.mask_ratio, mask=mask, keep_idx=keep_idx)[0]
         return loss.float()
 
     @torch.no_grad()

@@ -52,9 +52,7 @@ def _column_sum_kernel(
     rows = tl.arange(0, BLOCK_R)
     offsets = rows[:, None] * C + cols[None, :]
     total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for tile in tl.range(
-        tl.program_id(1), tl.cdiv(num_rows, BLOCK_R), tl.num_programs(1), num_stages=STAGES
-    ):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_R), tl.num_programs(1), num_stages=STAGES):
         base = tl.cast(tile, tl.int64) * BLOCK_R * C
         ok = (rows < num_rows - tile * BLOCK_R)[:, None] & col_ok
         x = tl.load(x_ptr + base + offsets, mask=ok, other=0.0).to(tl.float32)
@@ -126,11 +124,11 @@ def _launch(
 def column_sum(
     x: torch.Tensor,
     *,
-    block_rows: int = 32,
+    block_rows: int = 16,
     block_columns: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 1,
-    programs_per_multiprocessor: int = 4,
+    num_stages: int = 3,
+    programs_per_multiprocessor: int = 8,
 ) -> torch.Tensor:
     """Sum of [N, C] over its rows: fp32 [C], bitwise the same in every run on one card.
 
@@ -150,11 +148,11 @@ def multiply_and_column_sum(
     factor: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
-    block_rows: int = 32,
+    block_rows: int = 16,
     block_columns: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 1,
-    programs_per_multiprocessor: int = 4,
+    num_stages: int = 3,
+    programs_per_multiprocessor: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x * factor (in x's dtype) and its column sum: ([N, C], fp32 [C]); `out` may be `x` itself.
 

@@ -45,18 +45,14 @@ class RowConfig:
 def forward_config(columns: int) -> RowConfig:
     """Forward's launch by row length: tiles of about 4096 elements, one tile a program."""
     block = triton.next_power_of_2(columns)
-    return RowConfig(
-        rows=max(1, 4096 // block), num_warps=4, num_stages=1, programs_per_multiprocessor=0
-    )
+    return RowConfig(rows=max(1, 4096 // block), num_warps=4, num_stages=1, programs_per_multiprocessor=0)
 
 
 def backward_config(columns: int) -> RowConfig:
     """Backward's launch by row length: three sums stay in registers, so tiles are half of forward's."""
     block = triton.next_power_of_2(columns)
     if block >= 2048:
-        return RowConfig(
-            rows=max(1, 4096 // block), num_warps=8, num_stages=2, programs_per_multiprocessor=2
-        )
+        return RowConfig(rows=max(1, 4096 // block), num_warps=8, num_stages=2, programs_per_multiprocessor=2)
     return RowConfig(rows=max(1, 2048 // block), num_warps=4, num_stages=2, programs_per_multiprocessor=4)
 
 
@@ -87,9 +83,7 @@ def _forward_kernel(
     weight = tl.load(weight_ptr + cols, mask=col_ok, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + cols, mask=col_ok, other=0.0).to(tl.float32)
     offsets = rows[:, None] * C + cols[None, :]
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES
-    ):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         first = tile * ROWS
         row_ok = rows < num_rows - first
         ok = row_ok[:, None] & col_ok[None, :]
@@ -144,9 +138,7 @@ def _backward_kernel(
     weight_sum = tl.zeros([ROWS, BLOCK_C], tl.float32)
     bias_sum = tl.zeros([ROWS, BLOCK_C], tl.float32)
     delta_sum = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES
-    ):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         first = tile * ROWS
         row_ok = rows < num_rows - first
         ok = row_ok[:, None] & col_ok[None, :]

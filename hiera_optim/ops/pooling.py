@@ -24,7 +24,14 @@ BLOCK_ROWS = 8
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, y_ptr, index_ptr, num_groups, Q: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr,
+    y_ptr,
+    index_ptr,
+    num_groups,
+    Q: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

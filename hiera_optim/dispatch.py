@@ -1,0 +1,45 @@
+"""Decides in one place whether a model runs on the fused kernels or on the plain PyTorch path."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hiera_optim.geometry import FairModel, Geometry
+
+MINIMUM_CAPABILITY = (8, 0)
+"""Ampere: bf16 tensor cores and cp.async."""
+
+
+def compute_dtype(model: FairModel) -> torch.dtype:
+    """Autocast's dtype where it is on, else the parameters' own."""
+    if torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    dtype: torch.dtype = model.patch_embed.proj.weight.dtype
+    return dtype
+
+
+def why_not_kernels(model: FairModel, geometry: Geometry, device: torch.device) -> str | None:
+    """The reason why the fused kernels cannot run this model here, in a few words, or None when they can."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    dtype = compute_dtype(model)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype} does not use the tensor cores' 16-bit formats"
+    if not geometry.is_mae or not geometry.zorder:
+        return "the model is not a masked autoencoder with mask_unit_size = q_stride ** (stages - 1)"
+    if any(not isinstance(b.norm1, nn.LayerNorm) or not isinstance(b.mlp.act, nn.GELU) for b in model.blocks):
+        return "its blocks are not LayerNorm and GELU"
+    if model.blocks[0].mlp.act.approximate != "none":
+        return "its GELU is approximate"
+    width = geometry.pred_features
+    if width > 65536:
+        return f"a predicted patch has {width} values"
+    return None
+
+
+def use_kernels(model: FairModel, geometry: Geometry, device: torch.device) -> bool:
+    """Whether the fused kernels run this model on this device."""
+    return why_not_kernels(model, geometry, device) is None

@@ -1,0 +1,189 @@
+"""FAIR's masked autoencoder over the fused kernels: the same function as `hiera_optim.mae`, for CUDA.
+
+Static shapes, no host synchronisation, and mask units as rows throughout (see `hiera_optim.geometry` for the layout).
+
+Legend: B batch, M mask units, L kept, D dropped, T tokens in a unit, S tokens in a unit at the decoder, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hiera_optim.chain import BlockSpec
+from hiera_optim.dispatch import compute_dtype
+from hiera_optim.geometry import FairModel, Geometry, grid_to_units
+from hiera_optim.ops import library as ops
+from hiera_optim.ops.units import unit_slots
+from hiera_optim.tables import label_tables, patch_tables
+
+CHUNK = 4
+"""Blocks in one operator: its weights' gradients become ready together, and their all-reduce overlaps with the next."""
+
+
+def block_parameters(block: FairModel, dtype: torch.dtype) -> list[Tensor]:
+    """A block's parameters in the order of `hiera_optim.chain`, Linear layers in the compute dtype."""
+    attn, mlp = block.attn, block.mlp
+    linears = [attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias]
+    hidden = [mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias]
+    residual = [block.proj.weight, block.proj.bias] if block.dim != block.dim_out else []
+    linears, hidden, residual = ([p.to(dtype) for p in group] for group in (linears, hidden, residual))
+    return [block.norm1.weight, block.norm1.bias, *linears, block.norm2.weight, block.norm2.bias, *hidden, *residual]
+
+
+def _norm(module: nn.LayerNorm, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return ops.norm(x, module.weight, module.bias, module.eps, dtype)
+
+
+def run_blocks(
+    blocks: list[FairModel], x: Tensor, batch: int, dtype: torch.dtype, *, windows: list[int],
+    scales: Tensor | None = None, recompute: frozenset[int] | bool = False,
+    index: Tensor | None = None, slot: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A run of blocks on [N, C] rows.
+
+    Args:
+        windows: tokens in each block's attention window before pooling; 0: all of a sample.
+        scales: [2 * len(blocks), B] stochastic-depth factors, or None.
+        recompute: blocks (by place in the run) whose activations are recomputed in backward.
+        index, slot: the mask units that go on after the last block's attention, and their inverse.
+    """
+    for start in range(0, len(blocks), CHUNK):
+        part = range(start, min(start + CHUNK, len(blocks)))
+        specs, parameters = [], []
+        for i in part:
+            b = blocks[i]
+            specs += BlockSpec(windows[i], b.attn.heads, b.attn.q_stride, b.dim != b.dim_out).to_ints()
+            parameters += block_parameters(b, dtype)
+        last = part.stop == len(blocks)
+        again = recompute if isinstance(recompute, bool) else all(i in recompute for i in part)
+        x = ops.chain(
+            x, parameters, specs, batch, blocks[start].norm1.eps,
+            scales[2 * part.start : 2 * part.stop].contiguous() if scales is not None else None,
+            index if last else None, slot if last else None, again,
+        )[0]  # fmt: skip
+    return x
+
+
+def embed(model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, slot: Tensor) -> Tensor:
+    """Patch embedding and position of the kept units: [B * L * T, C] in Z-order."""
+    dtype = compute_dtype(model)
+    B, L = keep_idx.shape
+    tables = patch_tables(g, x.device)
+    proj = model.patch_embed.proj
+    weight = proj.weight.flatten(1).to(dtype)
+    shapes = [*tables.size, *tables.unit, *tables.units]
+    rows = ops.gather_patches(x, mask, keep_idx, tables.rows, tables.cols, shapes, dtype)
+    weight = F.pad(weight, (0, rows.shape[1] - weight.shape[1]))
+    tokens = F.linear(rows, weight, proj.bias.to(dtype))
+    pos = grid_to_units(
+        model.get_pos_embed().view(*g.tokens_shape, -1), 0, g.mask_units_shape, g.q_stride, g.levels
+    ).reshape(g.num_mask_units, -1)
+    return ops.add_position(tokens.view(B, L, -1), pos, keep_idx, slot).view(B * L * g.tokens_per_mask_unit, -1)
+
+
+def _fusion_weight(head: FairModel, g: Geometry, levels: int, dtype: torch.dtype) -> Tensor:
+    """A fusion head's convolution as a Linear over (group, C): [C_out, q ** levels * C_in]."""
+    weight = head.weight.flatten(2).unflatten(2, head.kernel_size)  # [C_out, C_in, *kernel]
+    ones = (1,) * g.spatial_dims
+    ordered = grid_to_units(weight.to(dtype), 2, ones, g.q_stride, levels)[:, :, 0]
+    return ordered.transpose(1, 2).flatten(1)
+
+
+def encode(
+    model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, slot: Tensor,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Fused multi-scale latent of the kept units, normalised: [B * L * S, C]."""
+    dtype = compute_dtype(model)
+    B, L = keep_idx.shape
+    h = embed(model, g, x, mask, keep_idx, slot)
+    blocks = list(model.blocks)
+    ends = [*g.stage_ends[: g.q_pool], g.stage_ends[-1]]
+    recompute: frozenset[int] = getattr(model, "_hiera_checkpoint", frozenset())
+    latent: Tensor | None = None
+    start = 0
+    tokens = g.tokens_per_mask_unit
+    for level, end in enumerate(ends):
+        run = blocks[start : end + 1]
+        windows = []
+        for b in run:
+            windows.append(tokens if b.attn.use_mask_unit_attn else 0)
+            tokens //= b.attn.q_stride
+        h = run_blocks(
+            run, h, B, dtype, windows=windows,
+            scales=scales[2 * start : 2 * end + 2] if scales is not None else None,
+            recompute=frozenset(i - start for i in recompute if start <= i <= end),
+        )  # fmt: skip
+        levels = g.q_pool - level
+        if levels > 0:
+            head = model.multi_scale_fusion_heads[level]
+            weight = _fusion_weight(head, g, levels, dtype)
+            grouped = h.to(dtype).view(B * L * g.tokens_per_unit_final, -1)
+            fused = F.linear(grouped, weight, head.bias.to(dtype))
+        else:
+            fused = h
+        latent = fused if latent is None else latent + fused
+        start = end + 1
+    assert latent is not None
+    return _norm(model.encoder_norm, latent, dtype)
+
+
+def decode(
+    model: FairModel, g: Geometry, latent: Tensor, drop_idx: Tensor, slot: Tensor, drop_slot: Tensor
+) -> Tensor:
+    """Predictions of the dropped units' tokens: [B * D * S, F], tokens of a unit in Z-order."""
+    dtype = compute_dtype(model)
+    B, M = slot.shape
+    S = g.tokens_per_unit_final
+    h = F.linear(latent, model.decoder_embed.weight.to(dtype), model.decoder_embed.bias.to(dtype))
+    width = h.shape[-1]
+    pos = grid_to_units(
+        model.decoder_pos_embed.view(*g.pred_shape, width), 0, g.mask_units_shape, g.q_stride, g.final_levels
+    ).reshape(M, S * width)
+    h = ops.assemble(h.view(B, -1, S * width), model.mask_token.flatten(), pos, slot).view(B * M * S, width)
+    blocks = list(model.decoder_blocks)
+    h = run_blocks(
+        blocks, h, B, dtype, windows=[0] * len(blocks),
+        recompute=bool(getattr(model, "_hiera_checkpoint_decoder", False)), index=drop_idx, slot=drop_slot,
+    )  # fmt: skip
+    h = _norm(model.decoder_norm, h, dtype)
+    return F.linear(h, model.decoder_pred.weight.to(dtype), model.decoder_pred.bias.to(dtype))
+
+
+def mae_loss(
+    model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, drop_idx: Tensor,
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss and predictions of one batch.
+
+    Args:
+        x: [B, C, *input_size] float; labels are computed in fp32 from its own precision.
+        mask: [B, M] bool, True = keep; keep_idx, drop_idx: [B, L] and [B, D] int64, ascending.
+        scales: [2 * blocks, B] fp32 stochastic-depth factors of the encoder (1 / keep probability, or 0), or None.
+
+    Returns:
+        (loss 0-d fp32, pred [B * D * S, F]): pred's tokens in unit order, Z-order inside a unit.
+    """
+    x = x.contiguous()
+    keep_idx, drop_idx = keep_idx.contiguous(), drop_idx.contiguous()
+    slot, drop_slot = unit_slots(keep_idx, g.num_mask_units), unit_slots(drop_idx, g.num_mask_units)
+    latent = encode(model, g, x, mask, keep_idx, slot, scales)
+    pred = decode(model, g, latent, drop_idx, slot, drop_slot)
+    tables = label_tables(g, x.device)
+    return ops.loss(pred, x, drop_idx, tables.origin, tables.offsets), pred
+
+
+def drop_path_scales(keep_probability: Tensor, noise: Tensor) -> Tensor:
+    """Stochastic-depth factors, 0 or 1 / keep probability.
+
+    keep_probability: [2 * blocks, 1] fp32, see `keep_probabilities`; noise: [2 * blocks, B] uniform in [0, 1).
+    """
+    return (noise < keep_probability).float() / keep_probability
+
+
+def keep_probabilities(model: FairModel, device: torch.device) -> Tensor:
+    """[2 * blocks, 1] fp32: the probability that a sample keeps each branch (attention, MLP) of each encoder block."""
+    keep = [1.0 - float(getattr(b.drop_path, "drop_prob", 0.0) or 0.0) for b in model.blocks]
+    return torch.tensor(keep, dtype=torch.float32, device=device).repeat_interleave(2)[:, None]
