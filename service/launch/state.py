@@ -44,6 +44,8 @@ class State:
     exit_code: int = EXIT_FAILED
     attempt: str = ""
     updated: float = 0.0
+    ended: bool = False
+    """The launcher of the node has left: nothing will be started again."""
 
     @property
     def is_final(self) -> bool:
@@ -71,6 +73,7 @@ def read_state(run_dir: Path, node_rank: int) -> State | None:
             exit_code=int(raw["exit_code"]),
             attempt=str(raw["attempt"]),
             updated=float(raw["updated"]),
+            ended=bool(raw.get("ended", False)),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -23,7 +23,7 @@ MAX_PENDING_OBSERVATIONS = 1000
 
 
 class MetricsClient:
-    """Gathers values by name (service.metrics.names, no prefix) and sends them about every `interval` seconds.
+    """Gathers values by name (service.metrics.names, no prefix); sends them about every `interval` seconds.
 
     `path` None makes a null client, whose methods do nothing. Safe to use from several threads.
     """
@@ -39,6 +39,7 @@ class MetricsClient:
         self._add: dict[str, float] = {}
         self._observe: dict[str, list[float]] = {}
         self._phase: str | None = None
+        self._phase_sent = True
         self._next_flush = time.monotonic() + interval
         self._socket: socket.socket | None = None
         if path is not None:
@@ -89,6 +90,7 @@ class MetricsClient:
         if self._path is None:
             return
         with self._lock:
+            self._phase_sent = self._phase_sent and name == self._phase
             self._phase = name
         self.flush()
 
@@ -99,7 +101,7 @@ class MetricsClient:
         with self._lock:
             self._next_flush = time.monotonic() + self._interval
             # The phase goes with every datagram, so that losing one does not matter.
-            while self._send(self._message()) and (self._set or self._add or self._observe):
+            while self._pending() and self._send(self._message()):
                 pass
 
     def close(self) -> None:
@@ -111,6 +113,9 @@ class MetricsClient:
                 with contextlib.suppress(OSError):
                     self._socket.close()
                 self._socket = None
+
+    def _pending(self) -> bool:
+        return bool(self._set or self._add or self._observe or not self._phase_sent)
 
     def _flush_if_due(self) -> None:
         if time.monotonic() >= self._next_flush:
@@ -141,7 +146,7 @@ class MetricsClient:
             self._socket.sendto(data, self._path)
         except OSError:
             return False
-        self._set, self._add = {}, {}
+        self._set, self._add, self._phase_sent = {}, {}, True
         for name, values in message.get("observe", {}).items():
             rest = self._observe[name][len(values) :]
             if rest:

@@ -169,7 +169,7 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "One endpoint a node, `http://<node>:9400/metrics` (`metrics.host`, `metrics.port`), with `/healthz`.",
+        "One endpoint a node, `http://<node>:9400/metrics` (`metrics.host`, `metrics.port`); `/healthz`.",
         "Counters survive restarts of the workers and begin at 0 with each start of the launcher.",
         "`node` is the rank of the node, `local_rank` the worker on it.",
         "",

@@ -1,0 +1,123 @@
+"""torchrun in a process of ours: `python -m service.launch.agent TORCHRUN_ARGUMENTS...`.
+
+The same agent as `python -m torch.distributed.run`, with three differences that its flags do not give: it
+dies with the launcher; a stop signal is handed to the workers and otherwise ignored, as often as it comes
+(torchrun's own handler raises out of whatever it does: a second signal cuts the wait for the workers
+short, and a third leaves them orphaned); and instead of its tracebacks it prints one line for each worker
+that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from service.launch import processes, state
+from service.launch.worker import STOP_FILE_VARIABLE
+
+EXIT_WORKERS_FAILED = 3
+"""Workers failed and torchrun's restarts are used up."""
+EXIT_AGENT_FAILED = 4
+"""torchrun itself failed: rendezvous lost, a port, the store."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def forward(number: int, frame: FrameType | None) -> None:
+    """Hand a stop signal to the workers and note it; torchrun then ends when they have left."""
+    stop = os.environ.get(STOP_FILE_VARIABLE)
+    if stop:
+        with contextlib.suppress(OSError):
+            Path(stop).touch()
+    # SIGHUP has no meaning for workers.
+    for pid in processes.children(os.getpid()):
+        processes.send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+class OneLineFailures(logging.Handler):
+    """Turns the agent's report of a dead worker into one line; silent when the workers wrote why they
+    ended.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line for records of the form (exit code, local rank, pid, …); drop all others."""
+        args = record.args
+        if record.levelno < logging.ERROR or not isinstance(args, tuple) or len(args) < 3:
+            return
+        code, local_rank, pid = args[:3]
+        if not all(isinstance(value, int) for value in (code, local_rank, pid)) or outcome_known():
+            return
+        print(
+            f"hiera-train: worker {local_rank} (pid {pid}) {describe_exit(int(str(code)))}", file=sys.stderr
+        )
+
+
+def outcome_known() -> bool:
+    """True when the workers of this attempt have written a final state."""
+    run_dir = os.environ.get(state.RUN_DIR_VARIABLE)
+    if not run_dir:
+        return False
+    now = state.read_state(Path(run_dir), int(os.environ.get(state.NODE_RANK_VARIABLE, "0")))
+    return now is not None and now.attempt == os.environ.get(state.ATTEMPT_VARIABLE) and now.is_final
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGKILL` for -9, `failed with exit code 1` for 1."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def main() -> int:
+    """Run torchrun's agent until its workers have ended; see the exit codes above."""
+    processes.die_with_parent()
+    for number in STOP_SIGNALS:
+        signal.signal(number, forward)
+    # From here on for the workers.
+    os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
+    debug = bool(os.environ.get("HIERA_DEBUG"))
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if not debug:
+        logger = logging.getLogger("torch.distributed")
+        logger.handlers[:] = [OneLineFailures()]
+        logger.propagate = False
+        logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    # What main() was sent while torch was imported.
+    stop = os.environ.get(STOP_FILE_VARIABLE)
+    if stop and os.path.exists(stop):
+        return 0
+    try:
+        torchrun.run(torchrun.parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
+    except ChildFailedError:
+        return EXIT_WORKERS_FAILED
+    except Exception as error:  # noqa: BLE001 - whatever torchrun raises ends in one line and an exit code
+        if debug:
+            traceback.print_exc()
+        cause = error.__cause__ or error
+        print(f"hiera-train: torchrun: {type(error).__name__}: {first_line(cause)}", file=sys.stderr)
+        return EXIT_AGENT_FAILED
+    return 0
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an exception's message, its type when it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+if __name__ == "__main__":
+    # Not sys.exit: what torch does at interpreter exit may hang on a store whose server is gone.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
