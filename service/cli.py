@@ -134,7 +134,7 @@ def _add_run(commands: Any) -> None:
     )
     nodes = parser.add_argument_group(
         "several nodes",
-        "start the same command on every node; a flag that is left out is taken from the variable beside it,\n"
+        "start the same command on every node; what is left out is taken from the variable beside the flag,\n"
         "then from what Slurm or Kubernetes set",
     )
     nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes (HIERA_NNODES; 1)")
