@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-# Stand-ins for Triton's interpreter on the CPU: small enough that a persistent kernel's loop really loops in tests.
+# Stand-ins for Triton's interpreter on the CPU: small enough that a persistent kernel's loop really loops in
+# tests.
 INTERPRETER_MULTIPROCESSORS = 2
 INTERPRETER_CAPABILITY = (0, 0)
 
@@ -32,7 +33,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def require_contiguous(**tensors: torch.Tensor | None) -> None:
-    """Raise ValueError naming the first tensor that is not contiguous: the kernels compute offsets from shapes."""
+    """Raise ValueError naming the first tensor that is not contiguous: the kernels compute offsets from
+    shapes."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")

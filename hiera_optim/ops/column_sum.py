@@ -1,7 +1,10 @@
-"""Sums over rows, deterministic: each program sums its own rows, a second kernel adds the programs' partial sums.
+"""Sums over rows, deterministic: each program sums its own rows, a second kernel adds the programs' partial
+sums.
 
-No atomics, so the order of additions, and with it every bit of the result, is the same in each run on one card.
+No atomics, so the order of additions, and with it every bit of the result, is the same in each run on one
+card.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from hiera_optim.ops._launch import ceil_div, multiprocessors, require_contiguou
 
 __all__ = ["column_sum", "column_sum_reference", "multiply_and_column_sum", "sum_partials"]
 
-# Elements of the tile [rows of partial sums, columns] that one program of the finalizing kernel adds at a time.
+# Elements of the tile [rows of partial sums, columns] that one program of the finalizing kernel adds at a
+# time.
 FINALIZE_TILE = 8192
 
 
@@ -69,7 +73,8 @@ def sum_partials(partials: torch.Tensor) -> torch.Tensor:
     require_contiguous(partials=partials)
     num_partials, width = partials.shape[0], partials[0].numel()
     out = torch.empty(partials.shape[1:], dtype=torch.float32, device=partials.device)
-    # One 32-byte sector a row where the sums are few (all loads in flight at once), wider where there are many.
+    # One 32-byte sector a row where the sums are few (all loads in flight at once), wider where there are
+    # many.
     block_w = 8 if width < 2048 else 32
     block_p = min(FINALIZE_TILE // block_w, max(16, triton.next_power_of_2(num_partials)))
     _sum_partials_kernel[(ceil_div(width, block_w),)](

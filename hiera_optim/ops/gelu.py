@@ -1,11 +1,14 @@
-"""Exact (erf) GELU and its derivative together, as a device function for elementwise kernels and GEMM epilogues.
+"""Exact (erf) GELU and its derivative together, as a device function for elementwise kernels and GEMM
+epilogues.
 
-gelu(h) = h Phi(h) and gelu'(h) = Phi(h) + h phi(h) share exp(-h^2/2) when Phi is computed as in Abramowitz & Stegun
-7.1.26: Phi(-|h|) = exp(-h^2/2) P(t), t = 1 / (1 + p |h|), P a polynomial of degree 5. Their coefficients bound the
-absolute error (7e-8), which leaves a relative error of 1.6e-3 at h = -5, as large as bf16's rounding. The ones below
-were fitted for the relative error instead: 2e-6 up to |h| = 1, 2e-5 up to 3, 7e-5 up to 6; 9e-7 absolute. That is 20
-instructions an element, against 33 for erf alone. Float32 outputs use erf itself.
+gelu(h) = h Phi(h) and gelu'(h) = Phi(h) + h phi(h) share exp(-h^2/2) when Phi is computed as in Abramowitz &
+Stegun 7.1.26: Phi(-|h|) = exp(-h^2/2) P(t), t = 1 / (1 + p |h|), P a polynomial of degree 5. Their
+coefficients bound the absolute error (7e-8), which leaves a relative error of 1.6e-3 at h = -5, as large as
+bf16's rounding. The ones below were fitted for the relative error instead: 2e-6 up to |h| = 1, 2e-5 up to 3,
+7e-5 up to 6; 9e-7 absolute. That is 20 instructions an element, against 33 for erf alone. Float32 outputs use
+erf itself.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def _reciprocal(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def gelu_and_derivative(h, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
-    """(gelu(h), gelu'(h)) of fp32 h. EXACT: through erf; HARDWARE: PTX's reciprocal (not in the interpreter)."""
+    """(gelu(h), gelu'(h)) of fp32 h. EXACT: through erf; HARDWARE: PTX's reciprocal (not in the
+    interpreter)."""
     exponential = tl.exp2(h * h * _NEGATIVE_HALF_LOG2_E)
     if EXACT:
         cdf = 0.5 + 0.5 * tl.erf(h * _SQRT_HALF)
@@ -48,8 +52,8 @@ def gelu_and_derivative(h, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
         size = tl.abs(h)
         t = _reciprocal(1.0 + _P * size, HARDWARE)
         polynomial = t * (_C1 + t * (_C2 + t * (_C3 + t * (_C4 + t * _C5))))
-        # On the negative side gelu = -|h| tail and gelu' = slope; the positive side mirrors them around max(h, 0) and
-        # 1, which costs no cancellation where the values are small.
+        # On the negative side gelu = -|h| tail and gelu' = slope; the positive side mirrors them around
+        # max(h, 0) and 1, which costs no cancellation where the values are small.
         tail = exponential * polynomial
         slope = exponential * (polynomial - _INVERSE_SQRT_TWO_PI * size)
         gelu = tl.maximum(h, 0.0) - size * tail

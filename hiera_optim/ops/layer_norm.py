@@ -3,10 +3,12 @@
 Forward:   s = x + row_scale * delta;  y = LayerNorm(s).  Reads x and delta, writes s and y.
 Backward:  grad_x = LayerNorm'(grad_y) + grad_s.          Reads grad_y, grad_s and s, writes grad_x.
 
-`row_scale` is stochastic depth (DropPath): one factor a sample, each sample owning `rows_per_scale` rows. Backward
-also delivers the gradients of weight and bias and the column sum of delta's gradient, which is the bias gradient of
-the Linear that made delta: three sums over rows from one pass, with a fixed order of additions and no atomics.
+`row_scale` is stochastic depth (DropPath): one factor a sample, each sample owning `rows_per_scale` rows.
+Backward also delivers the gradients of weight and bias and the column sum of delta's gradient, which is the
+bias gradient of the Linear that made delta: three sums over rows from one pass, with a fixed order of
+additions and no atomics.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ __all__ = [
 class RowConfig:
     """How rows are spread over programs.
 
-    `rows`: rows a tile; `num_warps`: warps a program; `num_stages`: depth of the load pipeline over a program's tiles
-    (1: none); `programs_per_multiprocessor`: size of the persistent grid (0: one program a tile).
+    `rows`: rows a tile; `num_warps`: warps a program; `num_stages`: depth of the load pipeline over a
+    program's tiles (1: none); `programs_per_multiprocessor`: size of the persistent grid (0: one program a
+    tile).
     """
 
     rows: int
@@ -210,10 +213,10 @@ def add_layer_norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """s = x + row_scale * delta and its LayerNorm.
 
-    Shapes: x, delta [N, C] (fp32, bf16 or fp16 each); row_scale fp32 [N / rows_per_scale] or None; weight, bias [C].
-    Returns (s [N, C] in x's dtype, or x itself when delta is None; y [N, C] in out_dtype; mean fp32 [N];
-    rstd fp32 [N]). Statistics are fp32, of s as rounded to its dtype. Raises ValueError or TypeError for arguments
-    that do not fit together. `config` is for the benchmark.
+    Shapes: x, delta [N, C] (fp32, bf16 or fp16 each); row_scale fp32 [N / rows_per_scale] or None; weight,
+    bias [C]. Returns (s [N, C] in x's dtype, or x itself when delta is None; y [N, C] in out_dtype; mean fp32
+    [N]; rstd fp32 [N]). Statistics are fp32, of s as rounded to its dtype. Raises ValueError or TypeError for
+    arguments that do not fit together. `config` is for the benchmark.
     """
     num_rows, columns = _check_matrix("x", x)
     if delta is None:
@@ -269,11 +272,11 @@ def add_layer_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `add_layer_norm_forward`.
 
-    Shapes: grad_y, s [N, C]; grad_s [N, C], the gradient that reaches s past the norm, or None; mean, rstd fp32 [N];
-    weight [C]; row_scale fp32 [N / rows_per_scale] or None.
-    Returns (grad_x [N, C] in s's dtype; dweight fp32 [C]; dbias fp32 [C]; the column sum of delta's gradient fp32 [C],
-    or None without `with_column_sum`; grad_delta [N, C] in delta_dtype). grad_delta is None, and grad_x serves, when
-    there is no row_scale and delta_dtype (default: s's dtype) is s's dtype. The sums are bitwise the same in every run
+    Shapes: grad_y, s [N, C]; grad_s [N, C], the gradient that reaches s past the norm, or None; mean, rstd
+    fp32 [N]; weight [C]; row_scale fp32 [N / rows_per_scale] or None. Returns (grad_x [N, C] in s's dtype;
+    dweight fp32 [C]; dbias fp32 [C]; the column sum of delta's gradient fp32 [C], or None without
+    `with_column_sum`; grad_delta [N, C] in delta_dtype). grad_delta is None, and grad_x serves, when there is
+    no row_scale and delta_dtype (default: s's dtype) is s's dtype. The sums are bitwise the same in every run
     on one card. Raises ValueError or TypeError for arguments that do not fit together.
     """
     num_rows, columns = _check_matrix("s", s)

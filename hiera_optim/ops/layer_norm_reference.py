@@ -23,7 +23,8 @@ def add_layer_norm_forward_reference(
     eps: float,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(s [N, C], y [N, C], mean [N], rstd [N]) as `add_layer_norm_forward`; float64 throughout for float64 inputs."""
+    """(s [N, C], y [N, C], mean [N], rstd [N]) as `add_layer_norm_forward`; float64 throughout for float64
+    inputs."""
     dtype = _statistics_dtype(x)
     s = x
     if delta is not None:

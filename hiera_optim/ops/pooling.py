@@ -1,7 +1,9 @@
 """Max over groups of q consecutive rows, as q-pooling does it in window-major Z-order.
 
-Ties go to the first row of the group, the rule of torch's `max(dim)`; a NaN wins over every number, as it does there.
+Ties go to the first row of the group, the rule of torch's `max(dim)`; a NaN wins over every number, as it
+does there.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ def max_pool_forward(x: torch.Tensor, q: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def max_pool_backward(grad_y: torch.Tensor, index: torch.Tensor, q: int) -> torch.Tensor:
-    """Gradient of `max_pool_forward`: grad_y [N, C], index uint8 [N, C] -> grad_x [N*q, C], every element written.
+    """Gradient of `max_pool_forward`: grad_y [N, C], index uint8 [N, C] -> grad_x [N*q, C], every element
+    written.
 
     Raises ValueError or TypeError for arguments that do not fit together.
     """
