@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hiera_optim.optim import adamw_kernel
 from hiera_optim.optim.adamw import AdamWSettings, adamw_reference
+from tests.ops.broken import broken_module
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decay_end=700)
 
@@ -142,26 +142,6 @@ def test_without_momentum_and_scale() -> None:
     assert torch.equal(ours["exp_avg"], start["grad"])  # type: ignore[arg-type]
 
 
-def broken_kernel(old: str, new: str) -> ModuleType:
-    """The kernel's module with one piece of its source exchanged."""
-    import importlib.util
-    import linecache
-
-    spec = importlib.util.find_spec("hiera_optim.optim.adamw_kernel")
-    assert spec is not None
-    assert spec.origin is not None
-    with open(spec.origin) as file:
-        source = file.read()
-    assert source.count(old) == 1
-    module = ModuleType("broken_adamw_kernel")
-    module.__file__ = f"<broken {old}>"
-    text = source.replace(old, new)
-    # Triton reads the function's source through inspect.
-    linecache.cache[module.__file__] = (len(text), None, text.splitlines(keepends=True), module.__file__)
-    exec(compile(text, module.__file__, "exec"), module.__dict__)
-    return module
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -180,7 +160,7 @@ def test_a_broken_kernel_is_caught(old: str, new: str) -> None:
     start["exp_avg_sq"] *= 1e-8
     settings = replace(SETTINGS, eps=1e-2)
     errors = []
-    for module in (adamw_kernel, broken_kernel(old, new)):
+    for module in (adamw_kernel, broken_module("hiera_optim.optim.adamw_kernel", old, new)):
         ours = clone(start)
         module.adamw_triton(**ours, settings=settings)
         exact = float64_update(start, settings)
