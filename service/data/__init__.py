@@ -6,6 +6,7 @@ step on, on any number of ranks; `validation` gives the fixed held-out batches.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,8 @@ def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[
         )
     size = model.input_size[0], model.input_size[1]
     normalise = Normalise(model.in_chans, data.mean, data.std, full_scale=255.0)
+    # Garbled EXIF is common and harmless: only the orientation is read from it.
+    warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning)
     bad = BadFiles(data.max_bad_files)
 
     def files(root: Path, names: list[str], train: bool) -> Source:

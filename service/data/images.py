@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +100,7 @@ def list_pictures(root: Path, field: str = "data.path") -> list[str]:
     found: list[str] = []
     seen = {_identity(root)}
 
-    def refuse(error: OSError) -> None:
+    def refuse(error: OSError) -> NoReturn:
         raise UserError(
             f"{field}: cannot list {error.filename}: {error.strerror}; "
             "make it readable for this user or move it away"
@@ -108,7 +109,10 @@ def list_pictures(root: Path, field: str = "data.path") -> list[str]:
     for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
         kept = []
         for name in sorted(folders):
-            identity = _identity(os.path.join(folder, name))
+            try:
+                identity = _identity(os.path.join(folder, name))
+            except OSError as error:
+                refuse(error)
             if not name.startswith(".") and identity not in seen:
                 seen.add(identity)
                 kept.append(name)

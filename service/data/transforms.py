@@ -13,12 +13,22 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from service.data.hashing import Draws
 from service.errors import UserError
 
 _ORIENTATION_TAG = 0x0112
+# What makes a picture with this EXIF orientation upright.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _ASPECT_RANGE = (3 / 4, 4 / 3)
 
 
@@ -69,7 +79,7 @@ def upright_size(picture: Image.Image) -> tuple[int, int]:
 
 def shrink_on_decode(picture: Image.Image, view: View, size: tuple[int, int]) -> None:
     """Let a JPEG's decoder deliver the smallest of 1/1, 1/2, 1/4, 1/8 whose view still covers `size`."""
-    if picture.format != "JPEG":
+    if picture.format not in ("JPEG", "MPO"):
         return
     left, upper, right, lower = view.box
     need = max(size[1] / (right - left), size[0] / (lower - upper))
@@ -83,9 +93,9 @@ def upright(picture: Image.Image, in_chans: int) -> Image.Image:
     Transparent pixels are laid over white; 16-bit and 32-bit integer greys are scaled from 0..65535,
     floating-point greys from 0..1 (or 0..255 when they exceed 1).
     """
-    if _orientation(picture) > 1:
-        picture = ImageOps.exif_transpose(picture)
-    return _convert(picture, "L" if in_chans == 1 else "RGB")
+    orientation = _orientation(picture)
+    converted = _convert(picture, "L" if in_chans == 1 else "RGB")
+    return converted.transpose(_TURNS[orientation]) if orientation > 1 else converted
 
 
 def render(picture: Image.Image, view: View, size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -137,8 +147,11 @@ def describe_failure(path: Path | str, error: BaseException) -> str:
 def _orientation(picture: Image.Image) -> int:
     if "exif" not in picture.info:
         return 1
-    value = picture.getexif().get(_ORIENTATION_TAG, 1)
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+    try:
+        value = picture.getexif().get(_ORIENTATION_TAG, 1)
+    except Exception:  # noqa: BLE001 - garbled EXIF is common, and no reason to drop a picture
+        return 1
+    return value if value in _TURNS else 1
 
 
 def _convert(picture: Image.Image, mode: str) -> Image.Image:

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from service.config.schema import DataSection, ModelSection
 from service.data import Source, hashing, open_data
-from service.data.images import BadFiles, list_pictures, split_by_name
+from service.data.images import BadFiles, ImageSource, list_pictures, split_by_name
 from service.data.transforms import Normalise, centre_view, random_view, render, shrink_on_decode, upright
 from service.errors import EXIT_CONFIG, EXIT_UNRECOVERABLE, TrainingError, UserError
 
 MODEL = ModelSection(input_size=(32, 32))
+NORMALISE = Normalise(3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), full_scale=255.0)
 
 
 def gradient(width: int = 80, height: int = 60) -> Image.Image:
@@ -136,12 +137,35 @@ def test_transparent_pixels_become_white(tmp_path: Path) -> None:
 
 
 def test_the_camera_orientation_is_applied(tmp_path: Path) -> None:
+    """For each of the eight orientations, Pillow's own exif_transpose is the reference."""
+    folder = tmp_path / "upright"
+    folder.mkdir()
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        gradient(80, 40).save(tmp_path / f"{orientation}.jpg", exif=exif, quality=95)
+        with Image.open(tmp_path / f"{orientation}.jpg") as picture:
+            ImageOps.exif_transpose(picture).save(folder / f"{orientation}.png")
+    train, _ = open_folder(tmp_path, val_path=folder)
+    # Files in the top folder come before those in "upright".
+    for index in range(8):
+        for key in (3, 4):
+            expected = ImageSource(
+                folder, sorted(p.name for p in folder.iterdir()), (32, 32), NORMALISE, BadFiles(0),
+                in_chans=3, train=True, scale=(0.2, 1.0), flip=True,
+            ).read(index, key)  # fmt: skip
+            assert np.abs(train.read(index, key) - expected).max() < 0.1
+
+
+def test_garbled_exif_does_not_cost_a_picture(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn clockwise by 90 degrees to see it upright
-    gradient(80, 40).transpose(Image.Transpose.ROTATE_90).save(tmp_path / "a.jpg", exif=exif, quality=95)
-    gradient(80, 40).save(tmp_path / "b.jpg", quality=95)
-    _, val = open_folder(tmp_path, val_path=tmp_path)
-    assert np.abs(val.read(0, 0) - val.read(1, 0)).mean() < 0.05
+    exif[0x0112] = 6
+    gradient().save(tmp_path / "a.jpg", exif=exif.tobytes()[:-10], quality=95)
+    gradient().save(tmp_path / "b.jpg", exif=b"Exif\x00\x00MM\x00*rubbish", quality=95)
+    train, _ = open_folder(tmp_path, val_path=tmp_path)
+    for index in range(2):
+        train.read(index, 0)
+    assert train.bad_files == 0
 
 
 def test_a_large_jpeg_is_decoded_at_reduced_size_with_the_same_result(tmp_path: Path) -> None:
