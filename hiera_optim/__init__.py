@@ -7,8 +7,8 @@
 subclass) and `restore` gives it back. Importing this package imports neither hiera, timm nor lightning.
 
 Where to look: geometry (sizes and token order), masks, encoder and mae (the plain PyTorch path), pieces
-(FAIR's methods one by one), optimize (the exchange), checkpointing, state_dict, lightning, compat (import hiera
-without timm).
+(FAIR's methods one by one), optimize (the exchange), checkpointing, state_dict, lightning, compat (import
+hiera without timm).
 """
 
 from __future__ import annotations

@@ -114,6 +114,8 @@ class MaskUnitAttentionFast(nn.Module):
     ValueError for an unknown sdpa_backend.
     """
 
+    _hiera_ours = True
+
     def __init__(
         self,
         dim: int,

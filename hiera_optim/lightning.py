@@ -23,12 +23,12 @@ else:
         from pytorch_lightning import Callback
 
 
-class MAEStaticInputsCallback(Callback):
+class MAEStaticInputsCallback(Callback):  # type: ignore[misc]
     """Owns the `MAEStepInputs` of a LightningModule and draws a new mask before every training batch.
 
-    Attaches `_mae_inputs` and `_batch_key` to the module when fitting starts; its training_step copies the batch
-    with `feed_batch` and passes `inputs.x`, `inputs.mask` and `inputs.keep_idx` to the model. The Hiera is the
-    module's `model` attribute, or else its only Hiera, under any torch.compile and DDP wrappers.
+    Attaches `_mae_inputs` and `_batch_key` to the module when fitting starts; its training_step copies the
+    batch with `feed_batch` and passes `inputs.x`, `inputs.mask` and `inputs.keep_idx` to the model. The Hiera
+    is the module's `model` attribute, or else its only Hiera, under any torch.compile and DDP wrappers.
 
     batch_size: samples a device and step; in_chans, input_size, mask_ratio: the model's; dtype: the buffer's;
     batch_key: the input's key where batches are dicts; refresh_mask_every_step: False keeps one mask for the
@@ -79,16 +79,9 @@ class MAEStaticInputsCallback(Callback):
         if self.refresh_mask_every_step and self.inputs is not None:
             self.inputs.refresh_mask()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the buffers go when fitting ends."""
-        if stage == "fit":
-            self.inputs = None
-            for name in ("_mae_inputs", "_batch_key"):
-                pl_module.__dict__.pop(name, None)
-
 
 def find_hiera(module: nn.Module) -> nn.Module:
-    """The Hiera of a LightningModule: its `model`, or its only one. Raises TypeError if there is none or several."""
+    """The Hiera of a LightningModule: its `model`, or its only one. Raises TypeError for none or several."""
     model = getattr(module, "model", None)
     if isinstance(model, nn.Module):
         inner: nn.Module = unwrap(model)
@@ -97,7 +90,7 @@ def find_hiera(module: nn.Module) -> nn.Module:
     found = [child for child in module.modules() if why_not_hiera(child) is None]
     if len(found) != 1:
         raise TypeError(
-            f"{type(module).__name__} holds {len(found)} Hiera models; name the one to train `model`"
+            f"{type(module).__name__} holds {len(found)} Hiera models: name the one to train `model`"
         )
     return found[0]
 
@@ -105,8 +98,8 @@ def find_hiera(module: nn.Module) -> nn.Module:
 def feed_batch(inputs: MAEStepInputs, batch: Any, batch_key: str | None = None) -> None:
     """Copy a batch into `inputs.x`, converted to its dtype, and draw a new mask.
 
-    batch: a tensor [B, in_chans, *input_size], a tuple or list whose first item it is, or a dict with it under
-    batch_key (default: the first key). Raises ValueError for another shape: drop the last partial batch.
+    batch: a tensor [B, in_chans, *input_size], a tuple or list whose first item it is, or a dict with it
+    under batch_key (default: the first key). Raises ValueError for another shape: drop the last partial batch.
     """
     x: Any = batch
     if isinstance(batch, Mapping):
@@ -119,7 +112,7 @@ def feed_batch(inputs: MAEStepInputs, batch: Any, batch_key: str | None = None) 
     if not isinstance(x, Tensor) or x.shape != inputs.x.shape:
         found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"batch is {found}, but the step's buffer is {list(inputs.x.shape)}: use drop_last=True in the loader"
+            f"batch is {found}, but the buffer is {list(inputs.x.shape)}: use drop_last=True in the loader"
         )
     inputs.x.copy_(x, non_blocking=True)
     inputs.refresh_mask()

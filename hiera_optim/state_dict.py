@@ -1,4 +1,4 @@
-"""Weights between wrapped and plain models: strip wrappers' prefixes, and say key by key what does not fit."""
+"""Weights between wrapped and plain models: strip wrappers' prefixes, say key by key what does not fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state_dict_mismatches(model: nn.Module, state_dict: Mapping[str, Any]) -> li
 
 
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load FAIR's or our weights strictly, whatever wrapper they were saved under, into a plain or wrapped model.
+    """Load FAIR's or our weights strictly, from under any wrapper, into a plain or wrapped model.
 
     Position embeddings are never resized: interpolating the window and global embeddings of Hiera costs
     accuracy. Raises ValueError that names every key that does not fit; the model is then unchanged.
