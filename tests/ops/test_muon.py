@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hiera_optim.optim import muon_kernel
+from hiera_optim.optim import Muon, muon_kernel, muon_parameters
 from hiera_optim.optim.muon import apply_reference, pack_reference
 from hiera_optim.optim.newton_schulz import Matrix, Plan, make_plan
 from tests.ops.broken import broken_module
@@ -135,6 +135,29 @@ def test_packed_then_applied_matrix_comes_back_at_its_own_place() -> None:
     inside = covered(matrices, numel)
     torch.testing.assert_close(param[inside], -grad[inside])
     assert not param[~inside].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_step_by_kernels_equals_the_plain_one(dtype: torch.dtype) -> None:
+    results = []
+    for kernels in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 16), nn.Linear(16, 16)).to(dtype)
+        names = muon_parameters(model)
+        optimizer = Muon(model.named_parameters(), muon=names, lr=0.02, fp32_accumulation=True)
+        if kernels:
+            device = torch.device("cpu")
+            optimizer._tables = muon_kernel.make_tables(
+                optimizer.matrices, optimizer.plan, 0, optimizer.factors, device
+            )
+        for step in range(3):
+            optimizer.params.flat_grad.copy_(randn(len(optimizer.params), step, dtype))
+            optimizer.accumulate()
+            optimizer.step(torch.tensor(0.5), zero_grad=True)
+        results.append((optimizer.master_parameters(), optimizer.state_dict()))
+    for ours, oracle in zip(*results, strict=True):
+        for name in ours:
+            torch.testing.assert_close(ours[name], oracle[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(

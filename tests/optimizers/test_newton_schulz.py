@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hiera_optim.optim.newton_schulz import Matrix, flops, make_plan, newton_schulz
+from hiera_optim.optim.newton_schulz import Matrix, _iterate, flops, make_plan, newton_schulz
 
 
 def random_matrices(seed: int) -> list[Matrix]:
@@ -107,6 +107,16 @@ def test_zero_rows_and_columns_change_nothing(steps: int) -> None:
     torch.testing.assert_close(out[:, :10, :20], orthogonalize(x, steps), rtol=1e-5, atol=1e-6)
     assert not out[:, 10:].any()
     assert not out[:, :, 20:].any()
+
+
+def test_a_batch_at_once_equals_one_by_one() -> None:
+    """The path of CUDA, on the CPU."""
+    x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(3))
+    start = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    out = torch.full_like(x, torch.nan)
+    gram, poly = torch.full((2, 3, 16, 16), torch.nan)
+    _iterate(start, out, gram, poly, 5)
+    torch.testing.assert_close(out, orthogonalize(x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_zero_matrix_stays_zero() -> None:
