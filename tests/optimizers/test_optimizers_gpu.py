@@ -62,7 +62,8 @@ def test_adamw_kernel_equals_reference(dtype: torch.dtype, master: bool, zero_gr
     torch.testing.assert_close(optimizer.exp_avg_sq, exp_avg_sq, rtol=1e-5, atol=1e-7)
     if masters is not None:
         torch.testing.assert_close(optimizer.master, masters, rtol=1e-5, atol=1e-6)
-    rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    # Without masters two roundings can part by a unit in the last place, and then once more.
+    rtol = 2**-6 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(optimizer.params.flat, param, rtol=rtol, atol=1e-5)
 
 
