@@ -99,7 +99,7 @@ def feed_batch(inputs: MAEStepInputs, batch: Any, batch_key: str | None = None) 
     """Copy a batch into `inputs.x`, converted to its dtype, and draw a new mask.
 
     batch: a tensor [B, in_chans, *input_size], a tuple or list whose first item it is, or a dict with it
-    under batch_key (default: the first key). Raises ValueError for another shape: drop the last partial batch.
+    under batch_key (default: the first key). Raises ValueError for another shape: drop the last batch.
     """
     x: Any = batch
     if isinstance(batch, Mapping):
