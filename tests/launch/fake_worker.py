@@ -1,7 +1,8 @@
 """A worker without torch for tests of the launcher: counts steps, follows a script in FAKE_SCRIPT.
 
-FAKE_SCRIPT is JSON: {"steps": 50, "seconds": 0.05, "on": {"<restart>": "<what>"}, "rank": 0, "at": 3}. `what` happens
-on rank `rank` at step `at` of restart number `restart`: "exit:1", "kill", "state:78:message", "hang", "child".
+FAKE_SCRIPT is JSON: {"steps": 50, "seconds": 0.05, "on": {"<restart>": "<what>"}, "rank": 0, "at": 3}.
+`what` happens on rank `rank` at step `at` of restart number `restart`: "exit:1", "kill", "state:78:message",
+"hang", "child".
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def main() -> int:
             happen(script.get("on", {}).get(restart, ""))
         if step == script.get("at", 3):
             (run_dir / f"step-{rank}").write_text(str(step))
-        # One file stands for the all-reduce that makes the ranks agree.
+        # One file stands for the all-reduce that makes the ranks agree, and that fails without one of them.
+        if stop and not all(alive(run_dir / f"pid-{peer}") for peer in range(int(os.environ["WORLD_SIZE"]))):
+            return 1
         if stop:
             (run_dir / f"signal-{rank}").write_text(signal.Signals(stop).name)
             (run_dir / "agree").touch()
@@ -64,6 +67,15 @@ def main() -> int:
     if local_rank == 0:
         state.report("finished", step=script.get("steps", 100))
     return 0
+
+
+def alive(file: Path) -> bool:
+    """True when the process whose id is in the file lives."""
+    pid = file.read_text()
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def happen(what: str) -> None:
