@@ -73,8 +73,9 @@ def embed(model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tens
     tables = patch_tables(g, x.device)
     proj = model.patch_embed.proj
     weight = proj.weight.flatten(1).to(dtype)
-    shapes = [*tables.size, *tables.unit, *tables.units]
-    rows = ops.gather_patches(x, mask, keep_idx, tables.rows, tables.cols, shapes, dtype)
+    rows = ops.gather_patches(
+        x, mask, keep_idx, tables.rows, tables.cols, tables.origins, [*tables.unit, *tables.units], dtype
+    )
     weight = F.pad(weight, (0, rows.shape[1] - weight.shape[1]))
     tokens = F.linear(rows, weight, proj.bias.to(dtype))
     pos = grid_to_units(

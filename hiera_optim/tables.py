@@ -17,8 +17,8 @@ from hiera_optim.ops.mae_loss import LabelTables
 from hiera_optim.ops.patch_embed import PatchTables
 
 
-def _pad(values: Sequence[int], fill: int) -> tuple[int, int, int]:
-    a, b, c = (fill,) * (3 - len(values)) + tuple(values)
+def _pad(values: Sequence[int]) -> tuple[int, int, int]:
+    a, b, c = (1,) * (3 - len(values)) + tuple(values)
     return a, b, c
 
 
@@ -27,21 +27,34 @@ def _grid(shape: Sequence[int]) -> Tensor:
     return torch.stack(torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij"), -1)
 
 
+def _strides(size: Sequence[int]) -> Tensor:
+    """Row-major strides of a grid, in elements."""
+    return torch.tensor([math.prod(size[d + 1 :]) for d in range(len(size))])
+
+
+def _table(offset: Tensor, coordinates: Tensor, device: torch.device) -> Tensor:
+    """[n, 4] int32: offset and up to three coordinates, the leading ones 0."""
+    table = torch.zeros(len(offset), 4, dtype=torch.int32)
+    table[:, 0] = offset
+    table[:, 4 - coordinates.shape[1] :] = coordinates
+    return table.to(device)
+
+
 @functools.lru_cache(maxsize=64)
 def patch_tables(geometry: Geometry, device: torch.device) -> PatchTables:
     """Addresses for `gather_patches`."""
-    g, dims = geometry, geometry.spatial_dims
-    lead = 3 - dims
-    tokens = grid_to_units(_grid(g.mask_unit_size), 0, (1,) * dims, g.q_stride, g.levels)[0]
-    rows = torch.zeros(g.tokens_per_mask_unit, 3, dtype=torch.int32)
-    rows[:, lead:] = (tokens * torch.tensor(g.patch_stride)).int()
-    window = _grid(g.patch_kernel).view(-1, dims) - torch.tensor(g.patch_padding)
-    k = len(window)
-    cols = torch.zeros(g.in_chans * k, 4, dtype=torch.int32)
-    cols[:, 0] = torch.arange(g.in_chans, dtype=torch.int32).repeat_interleave(k)
-    cols[:, 1 + lead :] = window.int().repeat(g.in_chans, 1)
+    g, ones = geometry, (1,) * geometry.spatial_dims
+    strides = _strides(g.input_size)
+    tokens = grid_to_units(_grid(g.mask_unit_size), 0, ones, g.q_stride, g.levels)[0] * torch.tensor(g.patch_stride)
+    field = (_grid(g.patch_kernel).view(-1, g.spatial_dims) - torch.tensor(g.patch_padding)).repeat(g.in_chans, 1)
+    channel = torch.arange(g.in_chans).repeat_interleave(math.prod(g.patch_kernel)) * math.prod(g.input_size)
+    corner = _grid(g.mask_units_shape).view(-1, g.spatial_dims) * torch.tensor(g.unit_pixels)
     return PatchTables(
-        rows.to(device), cols.to(device), _pad(g.input_size, 1), _pad(g.unit_pixels, 1), _pad(g.mask_units_shape, 1)
+        rows=_table((tokens * strides).sum(-1), tokens, device),
+        cols=_table(channel + (field * strides).sum(-1), field, device),
+        origins=(corner * strides).sum(-1).int().to(device),
+        unit=_pad(g.unit_pixels),
+        units=_pad(g.mask_units_shape),
     )
 
 
@@ -53,12 +66,12 @@ def label_tables(geometry: Geometry, device: torch.device) -> LabelTables:
     (s, C).
     """
     g, dims = geometry, geometry.spatial_dims
-    strides = [math.prod(g.input_size[d + 1 :]) for d in range(dims)]
+    strides = _strides(g.input_size)
     step = [p * q**g.q_pool for p, q in zip(g.patch_stride, g.q_stride, strict=True)]
-    corner = (_grid(g.pred_shape) * torch.tensor([a * b for a, b in zip(step, strides, strict=True)])).sum(-1)
+    corner = (_grid(g.pred_shape) * (torch.tensor(step) * strides)).sum(-1)
     origin = grid_to_units(corner, 0, g.mask_units_shape, g.q_stride, g.final_levels).flatten()
     patch = (g.pred_stride,) * min(2, dims)
-    within = (_grid(patch) * torch.tensor(strides[-len(patch) :])).sum(-1).flatten()
+    within = (_grid(patch) * strides[-len(patch) :]).sum(-1).flatten()
     channel = torch.arange(g.in_chans) * math.prod(g.input_size)
     offsets = channel[:, None] + within if dims == 2 else within[:, None] + channel
     return LabelTables(origin.int().to(device), offsets.flatten().int().to(device))

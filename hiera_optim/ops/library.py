@@ -227,18 +227,20 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 
 @custom_op("hiera_optim::gather_patches", mutates_args=())
 def gather_patches(
-    x: Tensor, mask: Tensor, keep_idx: Tensor, rows: Tensor, cols: Tensor, shapes: list[int], dtype: torch.dtype
-) -> Tensor:
-    """`patch_embed.gather_patches` as an operator; shapes: size, unit and units of `PatchTables`, end to end."""
-    size, unit, n = (tuple(shapes[i : i + 3]) for i in (0, 3, 6))
-    tables = patch_embed.PatchTables(rows, cols, size, unit, n)  # type: ignore[arg-type]
+    x: Tensor, mask: Tensor, keep_idx: Tensor, rows: Tensor, cols: Tensor, origins: Tensor, shapes: list[int],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`patch_embed.gather_patches` as an operator; shapes: unit and units of `PatchTables`, end to end."""
+    a, b, c, d, e, f = shapes
+    tables = patch_embed.PatchTables(rows, cols, origins, (a, b, c), (d, e, f))
     return patch_embed.gather_patches(x, mask, keep_idx, tables, dtype)
 
 
 @gather_patches.register_fake
 def _(
-    x: Tensor, mask: Tensor, keep_idx: Tensor, rows: Tensor, cols: Tensor, shapes: list[int], dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, mask: Tensor, keep_idx: Tensor, rows: Tensor, cols: Tensor, origins: Tensor, shapes: list[int],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     shape = (keep_idx.numel() * rows.shape[0], patch_embed.padded_columns(cols.shape[0]))
     return x.new_empty(shape, dtype=dtype)
 

@@ -27,11 +27,13 @@ class PatchTables:
     """Static addresses of a geometry, on one device; 1-D and 2-D inputs have leading dimensions of size 1."""
 
     rows: Tensor
-    """[T, 3] int32: first pixel of each token of a mask unit, relative to the unit, in Z-order."""
+    """[T, 4] int32: each token of a mask unit, in Z-order: offset of its first pixel in one channel of the input,
+    relative to the unit's, and the pixel's coordinates in the unit."""
     cols: Tensor
-    """[K, 4] int32: channel and pixel offset of each value of the receptive field, padding subtracted."""
-    size: tuple[int, int, int]
-    """Input size in pixels."""
+    """[K, 4] int32: each value of the receptive field: its offset in a sample and its coordinates, relative to the
+    token's first pixel, padding subtracted."""
+    origins: Tensor
+    """[M] int32: offset of each unit's first pixel in one channel of the input."""
     unit: tuple[int, int, int]
     """Size of a mask unit in pixels."""
     units: tuple[int, int, int]
@@ -39,36 +41,54 @@ class PatchTables:
 
 
 @triton.jit
+def _side(position, SIZE: tl.constexpr):
+    """0 before the unit, 1 in it, 2 behind it."""
+    return tl.where(position < 0, 0, tl.where(position < SIZE, 1, 2))
+
+
+@triton.jit
 def _gather_patches_kernel(
-    x_ptr, keep_ptr, mask_ptr, rows_ptr, cols_ptr, out_ptr,
-    L, M, T, K, KP, C,
-    SZ: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
+    x_ptr, keep_ptr, mask_ptr, rows_ptr, cols_ptr, origins_ptr, out_ptr,
+    sample_stride, L, T, K, KP,
     UZ: tl.constexpr, UY: tl.constexpr, UX: tl.constexpr,
-    MY: tl.constexpr, MX: tl.constexpr,
+    MZ: tl.constexpr, MY: tl.constexpr, MX: tl.constexpr,
     BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row_blocks = tl.cdiv(T, BR)
     pid = tl.program_id(0)
     unit_row = pid // row_blocks  # b * L + l
     b = (unit_row // L).to(tl.int64)
+    unit = tl.load(keep_ptr + unit_row).to(tl.int32)
+    # One bit a neighbour of the unit, itself included: is it there, and kept? A receptive field reaches no further.
+    uz, uy, ux = unit // (MY * MX), unit // MX % MY, unit % MX
+    kept = 0
+    for j in tl.static_range(0, 27):
+        if (MZ > 1) | ((j >= 9) & (j < 18)):
+            z, y, w = uz + (j // 9 - 1), uy + (j // 3 % 3 - 1), ux + (j % 3 - 1)
+            there = (z >= 0) & (z < MZ) & (y >= 0) & (y < MY) & (w >= 0) & (w < MX)
+            bit = tl.load(mask_ptr + b * (MZ * MY * MX) + (z * MY + y) * MX + w, mask=there, other=0)
+            kept |= (bit != 0).to(tl.int32) << j
+
     t = (pid % row_blocks) * BR + tl.arange(0, BR)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
-    unit = tl.load(keep_ptr + unit_row).to(tl.int32)
-    rows_ok = t < T
-    cols_ok = k < K
-    tz = tl.load(rows_ptr + t * 3, mask=rows_ok, other=0) + (unit // (MY * MX)) * UZ
-    ty = tl.load(rows_ptr + t * 3 + 1, mask=rows_ok, other=0) + (unit // MX % MY) * UY
-    tx = tl.load(rows_ptr + t * 3 + 2, mask=rows_ok, other=0) + (unit % MX) * UX
-    c = tl.load(cols_ptr + k * 4, mask=cols_ok, other=0)
-    pz = tz[:, None] + tl.load(cols_ptr + k * 4 + 1, mask=cols_ok, other=0)[None, :]
-    py = ty[:, None] + tl.load(cols_ptr + k * 4 + 2, mask=cols_ok, other=0)[None, :]
-    px = tx[:, None] + tl.load(cols_ptr + k * 4 + 3, mask=cols_ok, other=0)[None, :]
-    ok = rows_ok[:, None] & cols_ok[None, :]
-    ok &= (pz >= 0) & (pz < SZ) & (py >= 0) & (py < SY) & (px >= 0) & (px < SX)
-    owner = (pz // UZ * MY + py // UY) * MX + px // UX
-    ok &= tl.load(mask_ptr + b * M + owner, mask=ok, other=0) != 0
-    at = b * (C * SZ * SY * SX) + ((c[None, :] * SZ + pz) * SY + py) * SX + px
-    value = tl.load(x_ptr + at, mask=ok, other=0.0)
+    rows_ok, cols_ok = t < T, k < K
+    row = rows_ptr + t * 4
+    col = cols_ptr + k * 4
+    neighbour = _side(
+        tl.load(row + 2, mask=rows_ok, other=0)[:, None] + tl.load(col + 2, mask=cols_ok, other=0)[None, :], UY
+    ) * 3 + _side(
+        tl.load(row + 3, mask=rows_ok, other=0)[:, None] + tl.load(col + 3, mask=cols_ok, other=0)[None, :], UX
+    )
+    if MZ > 1:
+        neighbour += 9 * _side(
+            tl.load(row + 1, mask=rows_ok, other=0)[:, None] + tl.load(col + 1, mask=cols_ok, other=0)[None, :], UZ
+        )
+    else:
+        neighbour += 9
+    ok = rows_ok[:, None] & cols_ok[None, :] & (((kept >> neighbour) & 1) != 0)
+    first = x_ptr + b * sample_stride + tl.load(origins_ptr + unit)
+    at = tl.load(row, mask=rows_ok, other=0)[:, None] + tl.load(col, mask=cols_ok, other=0)[None, :]
+    value = tl.load(first + at, mask=ok, other=0.0)
     out = unit_row.to(tl.int64) * T * KP + t[:, None] * KP + k[None, :]
     tl.store(out_ptr + out, value.to(out_ptr.dtype.element_ty), mask=rows_ok[:, None] & (k < KP)[None, :])
 
@@ -92,14 +112,13 @@ def gather_patches(x: Tensor, mask: Tensor, keep_idx: Tensor, tables: PatchTable
         [B * L * T, padded_columns(K)], tokens of a unit in Z-order, columns in the order of `weight.flatten(1)`.
     """
     x, mask, keep_idx = x.contiguous(), mask.contiguous(), keep_idx.contiguous()
-    (B, L), M, T, K = keep_idx.shape, mask.shape[1], tables.rows.shape[0], tables.cols.shape[0]
+    (B, L), T, K = keep_idx.shape, tables.rows.shape[0], tables.cols.shape[0]
     KP = padded_columns(K)
     out = torch.empty((B * L * T, KP), dtype=dtype, device=x.device)
     grid = (B * L * triton.cdiv(T, BLOCK_ROWS), triton.cdiv(KP, BLOCK_COLS))
     _gather_patches_kernel[grid](
-        x, keep_idx, mask.view(torch.uint8), tables.rows, tables.cols, out,
-        L, M, T, K, KP, x.shape[1], *tables.size, *tables.unit, *tables.units[1:],
-        BR=BLOCK_ROWS, BK=BLOCK_COLS, num_warps=4,
+        x, keep_idx, mask.view(torch.uint8), tables.rows, tables.cols, tables.origins, out,
+        x[0].numel(), L, T, K, KP, *tables.unit, *tables.units, BR=BLOCK_ROWS, BK=BLOCK_COLS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -108,16 +127,15 @@ def gather_patches_reference(
     x: Tensor, mask: Tensor, keep_idx: Tensor, tables: PatchTables, dtype: torch.dtype
 ) -> Tensor:
     """The same in plain PyTorch, by advanced indexing."""
-    B, C = x.shape[:2]
-    (SZ, SY, SX), (UZ, UY, UX), (_, MY, MX) = tables.size, tables.unit, tables.units
-    K = tables.cols.shape[0]
-    origin = torch.stack((keep_idx // (MY * MX) * UZ, keep_idx // MX % MY * UY, keep_idx % MX * UX), -1)
-    pixel = origin[:, :, None, None] + (tables.rows[:, None] + tables.cols[None, :, 1:]).long()  # [B, L, T, K, 3]
-    z, y, w = pixel.unbind(-1)
-    inside = (z >= 0) & (z < SZ) & (y >= 0) & (y < SY) & (w >= 0) & (w < SX)
-    owner = ((z // UZ * MY + y // UY) * MX + w // UX).where(inside, 0)
-    inside &= mask.gather(1, owner.view(B, -1)).view_as(owner)
-    at = ((tables.cols[:, 0].long() * SZ + z) * SY + y) * SX + w
+    B, K = len(x), len(tables.cols)
+    (UZ, UY, UX), (MZ, MY, MX) = tables.unit, tables.units
+    unit = torch.stack((keep_idx // (MY * MX), keep_idx // MX % MY, keep_idx % MX), -1)  # [B, L, 3]
+    local = (tables.rows[:, None, 1:] + tables.cols[None, :, 1:]).long()  # [T, K, 3]
+    owner = unit[:, :, None, None] + torch.div(local, torch.tensor((UZ, UY, UX)), rounding_mode="floor")
+    inside = ((owner >= 0) & (owner < torch.tensor((MZ, MY, MX)))).all(-1)
+    index = ((owner[..., 0] * MY + owner[..., 1]) * MX + owner[..., 2]).where(inside, 0)
+    inside &= mask.gather(1, index.view(B, -1)).view_as(index)
+    at = tables.origins[keep_idx].long()[..., None, None] + tables.rows[:, None, 0] + tables.cols[:, 0]
     value = x.reshape(B, -1).gather(1, at.where(inside, 0).view(B, -1)).view_as(at).to(dtype)
     rows = torch.where(inside, value, 0).view(-1, K)
     return torch.nn.functional.pad(rows, (0, padded_columns(K) - K))
