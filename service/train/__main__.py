@@ -32,12 +32,16 @@ def main() -> int:
     from service.metrics.client import MetricsClient
 
     metrics = MetricsClient.from_env()
+
+    def fail(reason: str, code: int) -> bool:
+        last = state.read_state(run_dir, int(os.environ.get(state.NODE_RANK_VARIABLE, "0")))
+        step = last.step if last is not None else 0
+        return state.report("failed", step=step, reason=reason, exit_code=code)
+
     try:
         from service.train.loop import train
         from service.train.workers import leave_workers
 
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            state.report("running")
         outcome = train(load_config(run_dir / "run.yaml"), run_dir, stop, metrics, started)
         metrics.close()
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -46,15 +50,14 @@ def main() -> int:
         return EXIT_FINISHED if outcome.status == "finished" else EXIT_STOPPED
     except UserError as error:
         reason, code = str(error), error.exit_code
-        known = not state.report("failed", reason=reason, exit_code=code)
-        if known and state.ATTEMPT_VARIABLE not in os.environ:
+        if not fail(reason, code) and state.ATTEMPT_VARIABLE not in os.environ:
             print(f"hiera-train: error: {reason}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (the boundary of the process)
         code = EXIT_FAILED
-        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        reason = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {line}"
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {first_line}"
         # When the outcome is already known, this is its echo: a peer that left tore the connection down.
-        if state.report("failed", reason=reason, exit_code=code) or state.ATTEMPT_VARIABLE not in os.environ:
+        if fail(reason, code) or state.ATTEMPT_VARIABLE not in os.environ:
             traceback.print_exc()
     metrics.close()
     sys.stdout.flush()

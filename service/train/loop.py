@@ -11,7 +11,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +26,7 @@ from service.train.evaluate import evaluate
 from service.train.model import checkpoint_meta, checkpoint_tensors
 from service.train.prepare import Run, prepare
 from service.train.progress import Console
+from service.train.reconstruct import SAMPLES, write_pictures
 from service.train.report import Reporter, StepLog
 from service.train.signals import StopRequest, signal_name
 from service.train.workers import BoundaryVote, join_workers, shorten_timeouts
@@ -34,8 +34,6 @@ from service.train.workers import BoundaryVote, join_workers, shorten_timeouts
 STEPS_AHEAD = 2
 """Optimizer steps that the host may enqueue before an older one is done: enough that the GPU never idles, few
 enough that input buffers do not pile up and a stop signal takes effect soon."""
-PICTURES = 8
-"""Held-out samples that are drawn."""
 DROP_PATH = 101
 """Names stochastic depth among the uses of the run's seed."""
 
@@ -191,10 +189,10 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def save(run: Run, saver: Saver, step: int, log: StepLog) -> None:
-    """Starts to write a checkpoint after `step`. All ranks call it, rank 0 writes."""
-    tensors = checkpoint_tensors(run.optimizer)
+    """Starts to write a checkpoint after `step`, on rank 0: what it holds is the same on all ranks."""
     if run.workers.rank == 0:
-        saver.start(step, tensors, checkpoint_meta(run.config, step) | {"losses_since_log": log.losses})
+        meta = checkpoint_meta(run.config, step) | {"losses_since_log": log.losses}
+        saver.start(step, checkpoint_tensors(run.optimizer), meta)
 
 
 def draw_reconstructions(run: Run, step: int, console: Console) -> None:
@@ -202,16 +200,13 @@ def draw_reconstructions(run: Run, step: int, console: Console) -> None:
     already.
     """
     path = run.directory / "reconstructions" / f"step-{step:08d}.png"
-    if run.val_data is None or path.exists() or find_spec("service.train.reconstruct") is None:
+    if run.val_data is None or path.exists():
         return
-    from service.train.reconstruct import write_pictures
-
     config = run.config
     x, sample_ids, real = next(
-        validation(run.val_data, micro_batch=PICTURES, rank=0, world_size=1, samples=PICTURES)
+        validation(run.val_data, micro_batch=SAMPLES, rank=0, world_size=1, samples=SAMPLES)
     )
     try:
-        path.parent.mkdir(exist_ok=True)
         write_pictures(
             run.train_step.model,
             x[:real],
@@ -222,8 +217,8 @@ def draw_reconstructions(run: Run, step: int, console: Console) -> None:
             mean=config.data.mean,
             std=config.data.std,
         )
-    except OSError as error:
-        console.warn(f"could not write {path}: {error.strerror or error}")
+    except UserError as error:
+        console.warn(str(error))
 
 
 class Pacer:

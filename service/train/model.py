@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hiera_optim.checkpointing import enable_stage_checkpointing
+from hiera_optim.compat import import_hiera
 from hiera_optim.optim.adamw import AdamW, no_decay_parameters
 from hiera_optim.optim.flat import FlatOptimizer
+from hiera_optim.optim.muon import Muon, muon_parameters
 from hiera_optim.optimize import optimize
 from service.config.schema import ModelSection, OptimSection, RunConfig, TrainSection
 from service.errors import UserError
@@ -57,14 +59,11 @@ def build_fair_model(section: ModelSection, seed: int) -> nn.Module:
     Raises:
         UserError: FAIR's code refuses the sizes (service.config.checks finds most of these earlier).
     """
-    with warnings.catch_warnings():
-        # hiera-transformer 0.1.4 imports timm.models.layers, which timm deprecates.
-        warnings.simplefilter("ignore", FutureWarning)
-        from hiera.hiera_mae import MaskedAutoencoderHiera
+    fair = import_hiera().hiera_mae.MaskedAutoencoderHiera
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model: nn.Module = MaskedAutoencoderHiera(**section.hiera_arguments())
+            model: nn.Module = fair(**section.hiera_arguments())
         except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
             why = str(error) or type(error).__name__
             raise UserError(f"the model section describes no Hiera: {why}") from error
@@ -79,41 +78,47 @@ def build_model(section: TrainSection, fair: nn.Module, device: torch.device, pr
     """
     try:
         model = optimize(fair, verbose=False)
+        if section.activation_checkpointing is not None:
+            enable_stage_checkpointing(model, section.activation_checkpointing)
     except ValueError as error:
-        raise UserError(f"model: {error}") from error
+        raise UserError(f"model, train.activation_checkpointing: {error}") from error
     return model.to(device, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]).train()
 
 
-def build_optimizer(model: nn.Module, optim: OptimSection, weights: Mapping[str, Tensor]) -> FlatOptimizer:
+def build_optimizer(
+    model: nn.Module, optim: OptimSection, peak: float, weights: Mapping[str, Tensor]
+) -> FlatOptimizer:
     """The flat optimizer of a run, holding `weights` (fp32, by parameter name) in full precision.
 
     No weight decay for parameters with fewer than two dimensions, biases, and what FAIR's model lists in
     `no_weight_decay()` (its position embeddings); the same set as in FAIR's pre-training.
+
+    Args:
+        peak: the schedule's peak learning rate; Muon keeps optim.muon_lr in proportion to it.
     """
     exempt = no_decay_parameters(model)
     optimizer: FlatOptimizer
     if optim.name == "muon":
-        from hiera_optim.optim.muon import Muon
-
         optimizer = Muon(
             model.named_parameters(),
-            lr=optim.muon_lr,
+            muon=muon_parameters(model),
+            lr=peak,
+            muon_lr=optim.muon_lr,
+            adjust_lr="original",
             momentum=optim.muon_momentum,
             betas=optim.betas,
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             no_decay=exempt,
-            master=True,
         )
     else:
         optimizer = AdamW(
             model.named_parameters(),
-            lr=0.0,
+            lr=peak,
             betas=optim.betas,
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             no_decay=exempt,
-            master=True,
         )
     # The model was cast to its compute precision; the masters start from the weights as drawn.
     optimizer.load_master_parameters(weights)

@@ -68,7 +68,7 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
     fair = build_fair_model(config.model, config.run.seed)
     weights = {name: parameter.detach().clone() for name, parameter in fair.named_parameters()}
     model = build_model(config.train, fair, workers.device, precision)
-    optimizer = build_optimizer(model, config.optim, weights)
+    optimizer = build_optimizer(model, config.optim, schedule.peak, weights)
     first_step = _resume(run_dir / "checkpoints", optimizer, workers, console)
     check_same_weights(workers, optimizer.master_parameters())
     train_step = TrainStep(

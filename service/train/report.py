@@ -12,6 +12,7 @@ import torch
 from hiera_optim.training import StepOutput
 from service.data import Stream
 from service.errors import TrainingError
+from service.launch import state
 from service.metrics.client import MetricsClient
 from service.train.checkpoint import Saved, checkpoint_path, list_checkpoints, read_meta
 from service.train.evaluate import Validation
@@ -154,6 +155,7 @@ class Reporter:
     def saved(self, saved: Saved) -> bool:
         """The outcome of a checkpoint's background write; True if the checkpoint is there."""
         if saved.error is None:
+            state.report("running", step=saved.step)
             self._metrics.observe("checkpoint_seconds", saved.seconds)
             self._metrics.set("last_checkpoint_step", saved.step)
             self._metrics.set("last_checkpoint_timestamp_seconds", time.time())

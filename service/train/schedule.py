@@ -45,7 +45,7 @@ class Schedule:
 
 def make_schedule(optim: OptimSection, train: TrainSection, epoch_samples: int) -> Schedule:
     """The run's schedule; the peak is optim.lr, or base_lr * global_batch / 256 (arXiv:1706.02677)."""
-    peak = optim.lr if optim.lr is not None else optim.base_lr * train.global_batch / 256
+    peak = optim.peak_lr(train.global_batch)
     if optim.warmup_steps is not None:
         warmup = optim.warmup_steps
     else:
