@@ -114,6 +114,11 @@ class MetricsClient:
                     self._socket.close()
                 self._socket = None
 
+    def __del__(self) -> None:
+        # A client that is simply dropped, by a test or at the end of a process, is no leak worth a warning.
+        if getattr(self, "_socket", None) is not None:
+            self._socket.close()  # type: ignore[union-attr]
+
     def _pending(self) -> bool:
         return bool(self._set or self._add or self._observe or not self._phase_sent)
 

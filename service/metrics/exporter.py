@@ -137,7 +137,7 @@ class Exporter:
         """Take one datagram. Never raises: what cannot be used is counted in datagrams_malformed_total."""
         with self._lock:
             self.add("datagrams_total")
-            bad = 0
+            bad, good = 0, set[str]()
             try:
                 message = json.loads(data)
                 local_rank = message.get("local_rank", 0)
@@ -148,8 +148,11 @@ class Exporter:
                     if not isinstance(values, dict):
                         raise ValueError(operation)
                     for name, value in values.items():
-                        bad += not self._apply(operation, name, value, local_rank)
-                self._note(message)
+                        if self._apply(operation, name, value, local_rank):
+                            good.add(name)
+                        else:
+                            bad += 1
+                self._note(message, good)
             except (ValueError, AttributeError, RecursionError):
                 bad += 1
             if bad:
@@ -173,8 +176,8 @@ class Exporter:
             getattr(child, update)(number)
         return True
 
-    def _note(self, message: Mapping[str, Any]) -> None:
-        """Follow the progress of the node; local rank 0 speaks for it."""
+    def _note(self, message: Mapping[str, Any], good: set[str]) -> None:
+        """Follow the progress of the node; local rank 0 speaks for it. `good`: names of values taken."""
         if message.get("local_rank", 0) != 0:
             return
         phase = message.get("phase")
@@ -185,12 +188,11 @@ class Exporter:
         elif isinstance(phase, str):
             self.health.note_phase(phase)
         advanced = False
-        step = message.get("set", {}).get("step")
-        if isinstance(step, int | float) and not isinstance(step, bool):
-            advanced = self.health.note_step(step)
-        observed = message.get("observe", {}).get("step_seconds")
-        for seconds in observed if isinstance(observed, list) else ():
-            if isinstance(seconds, int | float):
+        if "step" in good:
+            advanced = self.health.note_step(message["set"]["step"])
+        if "step_seconds" in good:
+            observed = message["observe"]["step_seconds"]
+            for seconds in observed if isinstance(observed, list) else [observed]:
                 self.health.note_step_seconds(float(seconds))
                 advanced = True
         if advanced:
