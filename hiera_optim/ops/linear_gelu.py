@@ -31,7 +31,7 @@ class GemmConfig:
     share a pass over the columns (L2 locality); `tma`: tensor-map loads and stores (Hopper and later), else
     cp.async; `halves`: the epilogue works on one half of the tile's columns at a time (fewer registers, less
     shared memory); `programs_per_multiprocessor`: size of a persistent grid, 0 for one program a tile;
-    `early_factor`: backward reads gelu' before it multiplies.
+    `early_factor`: backward reads gelu' before it multiplies; `max_registers`: a limit a thread.
     """
 
     block_n: int = 128
@@ -44,11 +44,11 @@ class GemmConfig:
     halves: bool = False
     programs_per_multiprocessor: int = 0
     early_factor: bool = False
+    max_registers: int | None = None
 
 
 def supports_tma(inner: int, outer: int, element_size: int, device: torch.device) -> bool:
-    """Whether tensor maps can describe the operands: rows of a multiple of 16 bytes, compute capability 9.0
-    or later."""
+    """Whether tensor maps can describe the operands: rows of a multiple of 16 bytes, Hopper or later."""
     aligned = inner * element_size % 16 == 0 and outer * element_size % 16 == 0
     return aligned and (device.type != "cuda" or capability(device) >= (9, 0))
 
@@ -62,14 +62,12 @@ def gemm_config(inner: int, outer: int, dtype: torch.dtype, device: torch.device
         return GemmConfig(block_n=64, block_f=64, block_k=32, num_warps=4, num_stages=2)
     block_k = 32 if inner % 64 in range(1, 33) else 64
     if (major, minor) in ((8, 6), (8, 9)) or major == 12:
-        # 99 KB of shared memory a multiprocessor: 3 stages of 128 x 32 by 32 x 128 are 48 KB, so two programs
-        # fit.
+        # 99 KB of shared memory: 3 stages of 128 x 32 by 32 x 128 are 48 KB, so two programs fit.
         return GemmConfig(block_k=32, num_warps=8, num_stages=3)
-    return GemmConfig(
-        block_k=block_k,
-        num_stages=3,
-        tma=supports_tma(inner, outer, dtype.itemsize, device) and major >= 9,
-    )
+    # Halves keep a program of 8 warps at 128 registers or fewer on Hopper, so that two of them share a
+    # multiprocessor.
+    tma = supports_tma(inner, outer, dtype.itemsize, device)
+    return GemmConfig(block_k=block_k, tma=tma, halves=tma)
 
 
 def _grid(num_rows: int, outer: int, config: GemmConfig, device: torch.device) -> tuple[int]:
@@ -134,6 +132,7 @@ def linear_gelu_forward(
         HARDWARE=x.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     return gelu, derivative
 
@@ -190,5 +189,6 @@ def linear_gelu_backward(
         FACTOR_TMA=factor_tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     return dh, sum_partials(partials)

@@ -207,7 +207,7 @@ def backward_kernel(dy, w, factor, out, partials, num_rows,
                     K: tl.constexpr, F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
                     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
                     PERSISTENT: tl.constexpr, EARLY: tl.constexpr, FACTOR_TMA: tl.constexpr):
-    """out [num_rows, F] = dy [num_rows, K] @ w [K, F] * factor; partials [row tiles, F]: its tiles' column sums."""
+    """out [num_rows, F] = dy [num_rows, K] @ w [K, F] * factor; partials [row tiles, F]: sums by tile."""
     if PERSISTENT:
         tiles = tl.cdiv(num_rows, BLOCK_N) * tl.cdiv(F, BLOCK_F)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=TMA):
