@@ -319,6 +319,11 @@ class Saver:
             self._thread.join()
         return self.poll()
 
+    def close(self) -> None:
+        """Waits for a write under way: what it writes is good, whatever ends the run."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _copy(self, tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
         on_cuda = any(t.is_cuda for t in tensors.values())
         if self._host.keys() != tensors.keys():

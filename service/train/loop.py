@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,14 @@ from typing import Literal
 import torch
 
 from service.config.schema import RunConfig
-from service.data import Stream, validation
+from service.data import validation
 from service.data.hashing import derive
 from service.errors import EXIT_FAILED, UserError
 from service.metrics.client import MetricsClient
 from service.train.checkpoint import Saver
 from service.train.evaluate import evaluate
 from service.train.model import checkpoint_meta, checkpoint_tensors
-from service.train.prepare import Run, prepare
+from service.train.prepare import Run, make_stream, prepare
 from service.train.progress import Console
 from service.train.reconstruct import SAMPLES, write_pictures
 from service.train.report import Reporter, StepLog
@@ -60,8 +61,8 @@ def train(
         started: Unix time at which this start of the run began, for time_to_first_step_seconds.
 
     Raises:
-        UserError: data, checkpoint or configuration do not fit; TrainingError: a loss or gradient is not
-        finite. OSError: the last checkpoint could not be written.
+        UserError: data, checkpoint or configuration do not fit, or the last checkpoint could not be written.
+        TrainingError: a loss or gradient is not finite.
     """
     metrics.phase("starting")
     workers = join_workers(config.runtime)
@@ -69,113 +70,103 @@ def train(
     run = prepare(config, run_dir, workers, console)
     schedule, total, minutes = run.schedule, run.schedule.total, config.checkpoint.every_minutes
     saver = Saver(run.checkpoints, config.checkpoint.keep)
-    stream = Stream(
-        run.train_data,
-        global_batch=config.train.global_batch,
-        micro_batch=run.plan.micro_batch,
-        rank=workers.rank,
-        world_size=workers.world_size,
-        start_step=run.first_step,
-        seed=config.run.seed,
-        threads=config.data.threads,
-        prefetch=config.data.prefetch,
-        pin=workers.device.type == "cuda",
-    )
+    stream = make_stream(run, run.first_step)
     report = Reporter(run, metrics, console, stream)
     log = StepLog(run, report)
     vote = BoundaryVote(workers)
     pacer = Pacer(workers.device)
     step, saved_at, postponed = run.first_step, time.monotonic(), False
 
-    metrics.phase("compiling")
-    console.begin(step, total)
-    vote.cast(stop.number, save=False)
-    vote.take_in()
+    with closing(stream), closing(saver), closing(console):
+        metrics.phase("compiling")
+        console.begin(step, total)
+        vote.cast(stop.number, save=False)
+        vote.take_in()
 
-    while True:
-        # evaluate if due; a start that was killed after this step's checkpoint may have done so already
-        paused = time.perf_counter()
-        evaluation_due = due(step, config.train.eval_every, total) and not report.validated(step)
-        if run.val_data is not None and evaluation_due:
-            metrics.phase("validating")
+        while True:
+            # evaluate if due; a start that was killed after this step's checkpoint may have done so already
+            paused = time.perf_counter()
+            evaluation_due = due(step, config.train.eval_every, total) and not report.validated(step)
+            if run.val_data is not None and evaluation_due:
+                metrics.phase("validating")
+                log.flush()
+                result = evaluate(
+                    run.train_step,
+                    run.val_data,
+                    micro_batch=run.plan.micro_batch,
+                    workers=workers,
+                    samples=config.train.eval_samples,
+                    threads=config.data.threads,
+                    stopping=partial(vote.stopping, stop),
+                )
+                if result is not None:
+                    report.validation(step, result)
+                metrics.phase("training")
+            drawing_due = due(step, config.train.reconstruct_every, total) and not vote.stop_signal
+            if workers.rank == 0 and drawing_due:
+                draw_reconstructions(run, step, console)
+            report.pause_ended(paused)
+
+            # stop if signalled
+            if step >= total or vote.stop_signal:
+                break
+
+            # fetch and step
+            began = time.perf_counter()
+            if config.model.drop_path_rate:
+                torch.manual_seed(step_seed(config.run.seed, step, workers.rank))
+            run.optimizer.lr.fill_(schedule(step))
+            output = None
+            for _ in range(run.plan.accumulation):
+                output = run.train_step(*next(stream))
+            assert output is not None
+            step += 1
+            log.record(step, output)
+            pacer.wait()
+            report.step_done()
+            if step == run.first_step + 1:
+                pacer.drain()
+                report.first_step(time.perf_counter() - began, time.time() - started)
+                shorten_timeouts(workers, config.runtime)
+                metrics.phase("training")
+
+            # log if due; the values arrive one step later, when the next step is already under way
             log.settle()
-            result = evaluate(
-                run.train_step,
-                run.val_data,
-                micro_batch=run.plan.micro_batch,
-                workers=workers,
-                samples=config.train.eval_samples,
-                threads=config.data.threads,
-                stopping=partial(vote.stopping, stop),
+            if due(step, config.train.log_every, total):
+                log.mark(step)
+
+            # save if due
+            if (written := saver.poll()) is not None:
+                report.saved(written)
+            overdue = minutes is not None and time.monotonic() - saved_at >= minutes * 60
+            vote.cast(stop.number, save=workers.rank == 0 and (overdue or postponed) and not saver.busy)
+            if due(step, config.checkpoint.every_steps, total) or vote.save_wanted:
+                vote.saved()
+                log.flush()
+                # While rank 0's disk is behind, training does not wait: the vote brings this back.
+                postponed = saver.busy and step < total
+                if not postponed:
+                    save(run, saver, step, log)
+                    saved_at = time.monotonic()
+
+        # leave with a checkpoint, complete or not
+        metrics.phase("saving")
+        log.flush()
+        if step > run.first_step and saver.step != step:
+            save(run, saver, step, log)
+        written = saver.wait()
+        stored = written is None or report.saved(written)
+        if step < total:
+            lost = "" if stored else "; its checkpoint could not be written, an older one is there"
+            reason = f"stopped by {signal_name(vote.stop_signal)} after step {step}{lost}"
+            return Outcome("stopped", step, reason)
+        if not stored:
+            raise UserError(
+                f"training is complete, but its last checkpoint could not be written to {run.checkpoints};\n"
+                "make room and run the same command again",
+                EXIT_FAILED,
             )
-            if result is not None:
-                report.validation(step, result)
-            metrics.phase("training")
-        if workers.rank == 0 and due(step, config.train.reconstruct_every, total):
-            draw_reconstructions(run, step, console)
-        report.pause_ended(paused)
-
-        # stop if signalled
-        if step >= total or vote.stop_signal:
-            break
-
-        # fetch and step
-        began = time.perf_counter()
-        if config.model.drop_path_rate:
-            torch.manual_seed(step_seed(config.run.seed, step, workers.rank))
-        run.optimizer.lr.fill_(schedule(step))
-        output = None
-        for _ in range(run.plan.accumulation):
-            output = run.train_step(*next(stream))
-        assert output is not None
-        step += 1
-        log.record(step, output)
-        pacer.wait()
-        report.step_done()
-        if step == run.first_step + 1:
-            pacer.drain()
-            report.first_step(time.perf_counter() - began, time.time() - started)
-            shorten_timeouts(workers, config.runtime)
-            metrics.phase("training")
-
-        # log if due; the values arrive one step later, when the next step is already under way
-        log.settle()
-        if due(step, config.train.log_every, total):
-            log.mark(step)
-
-        # save if due
-        if (written := saver.poll()) is not None:
-            report.saved(written)
-        overdue = minutes is not None and time.monotonic() - saved_at >= minutes * 60
-        vote.cast(stop.number, save=workers.rank == 0 and (overdue or postponed) and not saver.busy)
-        if due(step, config.checkpoint.every_steps, total) or vote.save_wanted:
-            vote.saved()
-            log.flush()
-            # While rank 0's disk is behind, training does not wait: the vote brings this back.
-            postponed = saver.busy and step < total
-            if not postponed:
-                save(run, saver, step, log)
-                saved_at = time.monotonic()
-
-    # leave with a checkpoint, complete or not
-    metrics.phase("saving")
-    log.flush()
-    if step > run.first_step and saver.step != step:
-        save(run, saver, step, log)
-    written = saver.wait()
-    stored = written is None or report.saved(written)
-    stream.close()
-    console.end()
-    if step < total:
-        lost = "" if stored else "; its checkpoint could not be written, an older one is there"
-        return Outcome("stopped", step, f"stopped by {signal_name(vote.stop_signal)} after step {step}{lost}")
-    if not stored:
-        raise UserError(
-            f"training is complete, but its last checkpoint could not be written to {run.checkpoints};\n"
-            "make room and run the same command again",
-            EXIT_FAILED,
-        )
-    return Outcome("finished", step)
+        return Outcome("finished", step)
 
 
 def due(step: int, every: int, total: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hiera_optim.optim.flat import FlatOptimizer
 from hiera_optim.training import TrainStep
 from service.config.schema import RunConfig
-from service.data import Source, open_data
+from service.data import Source, Stream, open_data
 from service.train.checkpoint import checkpoint_path, newest_whole, remove_leftovers
 from service.train.model import (
     BatchPlan,
@@ -94,6 +94,23 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
         train_step=train_step,
         precision=precision,
         first_step=first_step,
+    )
+
+
+def make_stream(run: Run, start_step: int) -> Stream:
+    """This rank's training samples from step `start_step` on."""
+    config = run.config
+    return Stream(
+        run.train_data,
+        global_batch=config.train.global_batch,
+        micro_batch=run.plan.micro_batch,
+        rank=run.workers.rank,
+        world_size=run.workers.world_size,
+        start_step=start_step,
+        seed=config.run.seed,
+        threads=config.data.threads,
+        prefetch=config.data.prefetch,
+        pin=run.workers.device.type == "cuda",
     )
 
 

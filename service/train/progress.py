@@ -170,7 +170,7 @@ class Console:
         else:
             print(f"hiera-train: warning: {text}", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Leaves the bar as it stands."""
         if self._bar is not None:
             self._bar.close()

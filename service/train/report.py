@@ -17,7 +17,7 @@ from service.metrics.client import MetricsClient
 from service.train.checkpoint import Saved, checkpoint_path, list_checkpoints, read_meta
 from service.train.evaluate import Validation
 from service.train.flops import peak_flops, training_flops
-from service.train.prepare import Run
+from service.train.prepare import Run, make_stream
 from service.train.progress import Console, MetricsLog, StepRow, StepValues
 
 
@@ -239,15 +239,35 @@ class StepLog:
 
     def _fail(self, step: int, row: StepRow, count: int) -> None:
         run = self._run
-        own = [values[0] for values in run.workers.gather([int(row.own_nonfinite > 0)])]
-        ranks = [str(rank) for rank, bad in enumerate(own) if bad] or [str(rank) for rank in range(len(own))]
-        self._report.nonfinite(count)
         batch = run.config.train.global_batch
+        found = run.workers.gather([*_nonfinite_sample(run, step), int(row.own_nonfinite > 0)])
+        self._report.nonfinite(count)
+        inputs = [f"sample {sample} on rank {rank}" for rank, (bad, sample, _) in enumerate(found) if bad]
+        ranks = [str(rank) for rank, (_, _, own) in enumerate(found) if own]
+        if inputs:
+            cause = f"the input is not: {', '.join(inputs[:3])}"
+        else:
+            cause = f"rank {', '.join(ranks)}, samples {(step - 1) * batch} to {step * batch - 1}"
         good = [path.name for saved, path in list_checkpoints(run.checkpoints) if saved < step]
         kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
+        remedy = "Lower optim.lr or optim.base_lr, or set optim.clip_grad_norm"
         raise TrainingError(
-            f"loss or gradient is not finite at step {step} on rank {', '.join(ranks)} "
-            f"(samples {(step - 1) * batch} to {step * batch - 1}); {kept}.\n"
-            "Look for non-finite values in the data, lower optim.lr or optim.base_lr, or set "
-            "optim.clip_grad_norm."
+            f"loss or gradient is not finite at step {step} ({cause}); {kept}.\n"
+            f"{'Mend the data' if inputs else remedy}, then run the same command again."
         )
+
+
+def _nonfinite_sample(run: Run, step: int) -> tuple[int, int]:
+    """Reads this rank's samples of a step again: (1, sample id) of the first with a non-finite value, or
+    (0, 0).
+    """
+    stream = make_stream(run, step - 1)
+    try:
+        for _ in range(run.plan.accumulation):
+            x, sample_ids = next(stream)
+            bad = ~torch.isfinite(x).flatten(1).all(dim=1)
+            if bool(bad.any()):
+                return 1, int(sample_ids[bad][0])
+    finally:
+        stream.close()
+    return 0, 0

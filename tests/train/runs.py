@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def make_config(
     optim: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
+    runtime: dict[str, Any] | None = None,
 ) -> RunConfig:
     """A run of some seconds on the CPU; the arguments change its sections."""
     settings = {"kind": "synthetic", "synthetic_samples": 40, "threads": 1, "prefetch": 2}
@@ -58,7 +60,7 @@ def make_config(
         optim=OptimSection(**{"lr": 1e-3, "warmup_steps": 3, "clip_grad_norm": 1.0} | (optim or {})),
         train=TrainSection(**steps | (train or {})),
         checkpoint=CheckpointSection(**{"every_steps": 3} | (checkpoint or {})),
-        runtime=RuntimeSection(device="cpu", collective_timeout_seconds=60),
+        runtime=RuntimeSection(**{"device": "cpu", "collective_timeout_seconds": 60} | (runtime or {})),
     )
 
 
@@ -72,16 +74,17 @@ def make_run(folder: Path, config: RunConfig) -> Path:
 class Start:
     """One start of a run: a real process a rank, with its output in a file.
 
-    The processes are forked from a server that has torch loaded, which saves some seconds each.
+    The processes are forked from a server that has torch loaded, which saves some seconds each. `before` runs
+    in each of them with its rank, to break something.
     """
 
-    def __init__(self, folder: Path, ranks: int = 1) -> None:
+    def __init__(self, folder: Path, ranks: int = 1, before: Callable[[int], None] | None = None) -> None:
         self.folder = folder
         self._output = Path(tempfile.mkstemp(suffix=".txt", dir=folder)[1])
         port = free_port() if ranks > 1 else 0
         attempt = self._output.stem
         self.processes = [
-            CONTEXT.Process(target=_rank, args=(folder, rank, ranks, port, attempt, self._output))
+            CONTEXT.Process(target=_rank, args=(folder, rank, ranks, port, attempt, self._output, before))
             for rank in range(ranks)
         ]
         for process in self.processes:
@@ -117,7 +120,15 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["service.train.loop", "hiera_optim.optim.muon"])
 
 
-def _rank(folder: Path, rank: int, ranks: int, port: int, attempt: str, output: Path) -> None:
+def _rank(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    port: int,
+    attempt: str,
+    output: Path,
+    before: Callable[[int], None] | None,
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -126,6 +137,8 @@ def _rank(folder: Path, rank: int, ranks: int, port: int, attempt: str, output: 
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     sys.argv = ["service.train", "--run-dir", str(folder)]
+    if before is not None:
+        before(rank)
     code = main()
     sys.stdout.flush()
     sys.exit(code)

@@ -1,0 +1,217 @@
+"""What goes wrong in a run ends in one or two lines, the right exit code, and intact checkpoints."""
+
+import math
+import os
+import resource
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import torch
+from runs import Start, events_of, make_config, make_run, run_to_end, state_of, wait_for_step
+
+from hiera_optim.training import TrainStep
+from service.train import checkpoint
+from service.train.checkpoint import list_checkpoints, load_tensors, verify
+
+
+def array_run(folder, poison=None, **train):
+    """A run over 20 samples of noise, of which one may have a NaN pixel."""
+    data = np.random.default_rng(0).standard_normal((20, 3, 64, 64), dtype=np.float32)
+    if poison is not None:
+        data[poison, 1, 40, 7] = np.nan
+    np.save(folder / "data.npy", data)
+    source = {"kind": "array", "path": folder / "data.npy", "mean": None, "std": None, "val_fraction": 0.0}
+    return make_run(folder / "run", make_config(data=source, train=train))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_nan_pixel_stops_all_ranks_and_names_step_rank_and_sample(tmp_path, ranks):
+    folder = array_run(tmp_path, poison=11, log_every=5)
+    codes, output = Start(folder, ranks).finish()
+    assert codes == [70] * ranks, output
+    state = state_of(folder)
+    assert (state["status"], state["exit_code"]) == ("failed", 70)
+    # An epoch is five steps, so the sample comes in one of the first five.
+    step = int(state["reason"].split("at step ")[1].split()[0])
+    sample = int(state["reason"].split("sample ")[1].split()[0])
+    rank = int(state["reason"].split("on rank ")[1].split(")")[0])
+    assert 1 <= step <= 5
+    assert sample // 4 == step - 1
+    assert rank == (sample % 4) // (4 // ranks)
+    assert state["reason"].count("\n") == 1
+    for saved, path in list_checkpoints(folder / "checkpoints"):
+        assert saved < step
+        assert all(t.isfinite().all() for t in load_tensors(path).values())
+    if step > 3:
+        assert "last good checkpoint is step-00000003" in state["reason"]
+    assert all(math.isfinite(e["loss"]) for e in events_of(folder))
+
+
+def test_weights_that_overflow_stop_the_run_without_blaming_the_data(tmp_path):
+    folder = make_run(tmp_path, make_config(optim={"lr": 1e30, "warmup_steps": 0, "clip_grad_norm": None}))
+    codes, output = Start(folder).finish()
+    assert codes == [70], output
+    assert "optim.lr" in state_of(folder)["reason"]
+    assert "input" not in state_of(folder)["reason"]
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    folder = make_run(tmp_path, make_config(train={"steps": 3}))
+    run_to_end(folder)
+    other = make_config(model=make_config().model.model_copy(update={"decoder_depth": 2}))
+    codes, _ = Start(make_run(folder, other)).finish()
+    assert codes == [78]
+    reason = state_of(folder)["reason"]
+    assert "decoder_blocks.1." in reason
+    assert "not in the checkpoint" in reason
+    codes, _ = Start(make_run(folder, make_config(optim={"name": "muon"}))).finish()
+    assert codes == [78]
+    assert "optimizer" in state_of(folder)["reason"]
+
+
+def test_a_truncated_newest_checkpoint_falls_back_and_ends_the_same(tmp_path):
+    whole = make_run(tmp_path / "whole", make_config())
+    run_to_end(whole)
+    folder = make_run(tmp_path / "cut", make_config(train={"steps": 9}))
+    run_to_end(folder)
+    _, newest = list_checkpoints(folder / "checkpoints")[-1]
+    os.truncate(newest, newest.stat().st_size // 2)
+    output = run_to_end(make_run(folder, make_config()))
+    assert output.count("is damaged") == 1
+    assert "step-00000009.safetensors is damaged" in output
+    assert "taking step-00000006.safetensors" in output
+    assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [9, 12]
+    mine, theirs = (load_tensors(f / "checkpoints" / "step-00000012.safetensors") for f in (folder, whole))
+    assert all(t.isfinite().all() for t in mine.values())
+    assert mine.keys() == theirs.keys()
+
+
+def small_files(_rank):
+    """Files of this process may not grow past 8 KiB, which a checkpoint does: a write fails in the middle."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+
+
+def test_checkpoints_that_cannot_be_written_do_not_stop_training(tmp_path):
+    folder = make_run(tmp_path, make_config(train={"steps": 3}))
+    run_to_end(folder)
+    codes, output = Start(make_run(folder, make_config()), before=small_files).finish()
+    assert codes == [1], output
+    assert "could not write" in output
+    assert "File too large" in output
+    state = state_of(folder)
+    assert "could not be written" in state["reason"]
+    assert [e["step"] for e in events_of(folder) if "loss" in e][-1] == 12
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003.safetensors"]
+    verify(folder / "checkpoints" / "step-00000003.safetensors")
+    assert "resuming from step-00000003" in run_to_end(folder)
+    assert state_of(folder)["status"] == "finished"
+
+
+@pytest.mark.system
+def test_a_full_disk_does_not_stop_training(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        folder = make_run(disk / "run", make_config(train={"steps": 40}))
+        start = Start(folder)
+        wait_for_step(folder, 3)
+        ballast = disk / "ballast"
+        with open(ballast, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        codes, output = start.finish()
+        assert codes == [1], output
+        assert "No space left on device; free some space" in output
+        for _, path in list_checkpoints(folder / "checkpoints"):
+            verify(path)
+        assert not list((folder / "checkpoints").glob(".*"))
+        ballast.unlink()
+        run_to_end(folder)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+        shutil.rmtree(disk)
+
+
+def slow_disk(_rank):
+    """Each checkpoint takes half a second."""
+    fsync = os.fsync
+    checkpoint.os.fsync = lambda descriptor: (time.sleep(0.25), fsync(descriptor))
+
+
+def test_a_slow_disk_skips_checkpoints_but_never_the_last(tmp_path):
+    folder = make_run(tmp_path, make_config(checkpoint={"every_steps": 1}))
+    codes, output = Start(folder, before=slow_disk).finish()
+    assert codes == [0], output
+    assert list_checkpoints(folder / "checkpoints")[-1][0] == 12
+
+
+def sleepy(rank, at_call):
+    """Rank 1 takes three seconds for one of its steps."""
+    call, count = TrainStep.__call__, [0]
+
+    def slowly(self, x, sample_ids):
+        if rank == 1 and count[0] == at_call:
+            time.sleep(3)
+        count[0] += 1
+        return call(self, x, sample_ids)
+
+    TrainStep.__call__ = slowly
+
+
+def sleepy_at_first(rank):
+    sleepy(rank, 0)
+
+
+def sleepy_later(rank):
+    sleepy(rank, 4)
+
+
+def test_a_rank_that_compiles_longer_than_the_timeout_is_waited_for_but_not_later(tmp_path):
+    config = make_config(train={"steps": 6}, runtime={"collective_timeout_seconds": 1})
+    codes, output = Start(make_run(tmp_path / "first", config), 2, before=sleepy_at_first).finish()
+    assert codes == [0, 0], output
+    codes, output = Start(make_run(tmp_path / "later", config), 2, before=sleepy_later).finish()
+    assert 1 in codes, output
+    assert "imed out" in output
+
+
+def test_minutes_also_ask_for_checkpoints(tmp_path):
+    config = make_config(checkpoint={"every_steps": 1000, "every_minutes": 1e-9, "keep": 20})
+    folder = make_run(tmp_path, config)
+    run_to_end(folder, ranks=2)
+    assert len(list_checkpoints(folder / "checkpoints")) > 2
+
+
+def test_batches_that_do_not_divide_name_the_fields(tmp_path):
+    codes, _ = Start(make_run(tmp_path, make_config(train={"global_batch": 5})), 2).finish()
+    assert codes == [78, 78]
+    assert "train.global_batch 5 does not divide by 2 ranks" in state_of(tmp_path)["reason"]
+
+
+def test_a_stop_during_validation_is_obeyed(tmp_path):
+    config = make_config(train={"steps": 400, "eval_every": 1, "eval_samples": 4000})
+    folder = make_run(tmp_path, config)
+    start = Start(folder, 2)
+    time.sleep(2)
+    start.signal(15, rank=1)
+    codes, output = start.finish(timeout=20)
+    assert codes == [75, 75], output
+    assert not any("val_loss" in e for e in events_of(folder))
+
+
+def test_bf16_with_masters_resumes_bitwise(tmp_path):
+    config = make_config(train={"precision": "bf16"})
+    whole, folder = make_run(tmp_path / "whole", config), make_run(tmp_path / "cut", config)
+    run_to_end(whole)
+    start = Start(folder)
+    wait_for_step(folder, 3)
+    start.kill()
+    run_to_end(folder)
+    name = "checkpoints/step-00000012.safetensors"
+    mine, theirs = load_tensors(folder / name), load_tensors(whole / name)
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert mine["model.patch_embed.proj.weight"].dtype == torch.float32
