@@ -102,8 +102,17 @@ def run_shape(rows: int, columns: int, deadline: Deadline) -> None:
     )
 
     s, _, mean, rstd = add_layer_norm_forward(x, delta, *forward)
-    doubles = (t.double() for t in (grad_y[head], grad_s[head], s[head], mean[head], rstd[head], weight))
-    exact_backward = add_layer_norm_backward_reference(*doubles, None, 1)[:4]
+    exact_s, exact_mean, exact_rstd = (t[head].double() for t in (s, mean, rstd))
+    exact_backward = add_layer_norm_backward_reference(
+        grad_y[head].double(),
+        grad_s[head].double(),
+        exact_s,
+        exact_mean,
+        exact_rstd,
+        weight.double(),
+        None,
+        1,
+    )[:4]
 
     def backward_call(r: slice, config: RowConfig) -> tuple[torch.Tensor, ...]:
         out = add_layer_norm_backward(

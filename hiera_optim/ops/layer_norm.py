@@ -51,12 +51,20 @@ def forward_config(columns: int) -> RowConfig:
     return RowConfig(rows=max(1, 4096 // block), num_warps=4, num_stages=1, programs_per_multiprocessor=0)
 
 
-def backward_config(columns: int) -> RowConfig:
-    """Backward's launch by row length: three sums stay in registers, so tiles are half of forward's."""
+def backward_config(columns: int, *, wide: bool = False) -> RowConfig:
+    """Backward's launch by row length: three sums stay in registers, so tiles are half of forward's.
+
+    `wide`: float32 rows or a stored grad_delta, which take up to 160 registers a thread instead of 128, so that
+    three programs fit where otherwise four do; a persistent grid must not be larger than what fits at once.
+    """
     block = triton.next_power_of_2(columns)
     if block >= 2048:
-        return RowConfig(rows=max(1, 4096 // block), num_warps=8, num_stages=2, programs_per_multiprocessor=2)
-    return RowConfig(rows=max(1, 2048 // block), num_warps=4, num_stages=2, programs_per_multiprocessor=4)
+        tile = 2048 if wide else 4096
+        return RowConfig(rows=max(1, tile // block), num_warps=8, num_stages=2, programs_per_multiprocessor=2)
+    programs = 3 if wide else 4
+    return RowConfig(
+        rows=max(1, 2048 // block), num_warps=4, num_stages=2, programs_per_multiprocessor=programs
+    )
 
 
 @triton.jit
@@ -290,9 +298,9 @@ def add_layer_norm_backward(
         grad_y=grad_y, grad_s=grad_s, s=s, mean=mean, rstd=rstd, weight=weight, row_scale=row_scale
     )
     _check_row_scale(row_scale, rows_per_scale, num_rows)
-    config = config or backward_config(columns)
     delta_dtype = delta_dtype or s.dtype
     store_delta = row_scale is not None or delta_dtype != s.dtype
+    config = config or backward_config(columns, wide=store_delta or s.element_size() > 2)
     num_sums = 3 if with_column_sum else 2
     programs = _num_programs(num_rows, config, s.device)
     grad_x = torch.empty_like(s)
