@@ -54,7 +54,7 @@ def forward_config(columns: int) -> RowConfig:
 def backward_config(columns: int, *, wide: bool = False) -> RowConfig:
     """Backward's launch by row length: three sums stay in registers, so tiles are half of forward's.
 
-    `wide`: float32 rows or a stored grad_delta, which take up to 160 registers a thread instead of 128, so that
+    `wide`: float32 rows or a stored grad_delta take up to 160 registers a thread instead of 128, so that
     three programs fit where otherwise four do; a persistent grid must not be larger than what fits at once.
     """
     block = triton.next_power_of_2(columns)
