@@ -19,7 +19,13 @@ from torch import Tensor
 
 from hiera_optim.ops import sdpa
 from hiera_optim.ops._launch import capability
-from hiera_optim.ops.attention import attention_backward, attention_forward, can_run
+from hiera_optim.ops.attention import (
+    attention_backward,
+    attention_forward,
+    attention_forward_lse,
+    can_run,
+    needs_lse,
+)
 from hiera_optim.ops.layer_norm import add_layer_norm_backward, add_layer_norm_forward
 from hiera_optim.ops.column_sum import column_sum
 from hiera_optim.ops.mlp import (
@@ -34,7 +40,7 @@ from hiera_optim.ops.units import gather_units
 
 PARAMETERS = 12
 """norm1 w b, qkv w b, proj w b, norm2 w b, fc1 w b, fc2 w b; then, where channels change, the residual proj w b."""
-SAVED = 13
+SAVED = 14
 """Activations a block keeps for its backward: see `Saved`."""
 
 
@@ -66,6 +72,7 @@ class Saved:
     mean: Tensor
     rstd: Tensor
     qkv: Tensor  # [G, T, 3, H, D]
+    lse: Tensor  # [G, H, T / q] fp32, empty where the backward kernel recomputes whole softmax rows
     o: Tensor  # [N', H * D] attention output of the rows that go on
     pool_index: Tensor  # [N / q, C] uint8, empty unless the residual is pooled
     s2: Tensor  # [N', C] residual stream after attention
@@ -150,17 +157,29 @@ class Direct:
             torch._foreach_copy_(targets, grads)
 
 
-def _attention(qkv: Tensor, q_stride: int) -> Tensor:
+def _attention(qkv: Tensor, q_stride: int) -> tuple[Tensor, Tensor]:
+    """Attention output [G, T / q, H * D] and the softmax statistics its backward wants, if any."""
     _, T, _, H, D = qkv.shape
     if can_run(T, H, D, q_stride, qkv.dtype):
-        return attention_forward(qkv, q_stride)
-    return sdpa.attention_forward(qkv, q_stride)
+        if needs_lse(T, H, D, q_stride, qkv.dtype):
+            return attention_forward_lse(qkv, q_stride)
+        return attention_forward(qkv, q_stride), qkv.new_empty(0, dtype=torch.float32)
+    return sdpa.attention_forward(qkv, q_stride), qkv.new_empty(0, dtype=torch.float32)
 
 
-def _attention_backward(grad: Tensor, qkv: Tensor, q_stride: int) -> tuple[Tensor, Tensor]:
+def lse_shape(G: int, T: int, H: int, D: int, q_stride: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Shape of the softmax statistics that a block keeps."""
+    if can_run(T, H, D, q_stride, dtype) and needs_lse(T, H, D, q_stride, dtype):
+        return (G, H, T // q_stride)
+    return (0,)
+
+
+def _attention_backward(
+    grad: Tensor, qkv: Tensor, q_stride: int, o: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     _, T, _, H, D = qkv.shape
     if can_run(T, H, D, q_stride, qkv.dtype):
-        return attention_backward(grad, qkv, q_stride)
+        return attention_backward(grad, qkv, q_stride, o, lse if lse.numel() else None)
     return sdpa.attention_backward(grad, qkv, q_stride)
 
 
@@ -203,7 +222,8 @@ def block_forward(
     window = spec.window or len(x) // batch
     dim = qkvw.shape[0] // 3
     qkv = torch.addmm(qkvb, y, qkvw.t()).view(-1, window, 3, spec.heads, dim // spec.heads)
-    o = _attention(qkv, spec.q_stride).view(-1, dim)
+    attended, lse = _attention(qkv, spec.q_stride)
+    o = attended.view(-1, dim)
     pool_index = y.new_empty(0, dtype=torch.uint8)
     base = s
     if spec.projects:
@@ -218,7 +238,7 @@ def block_forward(
     )
     a, gelu_grad = _linear_gelu(y2, fc1w, fc1b)
     m = torch.addmm(fc2b, a, fc2w.t())
-    return s2, m, Saved(s, y, mean, rstd, qkv, o, pool_index, s2, y2, mean2, rstd2, a, gelu_grad)
+    return s2, m, Saved(s, y, mean, rstd, qkv, lse, o, pool_index, s2, y2, mean2, rstd2, a, gelu_grad)
 
 
 def block_backward(
@@ -259,8 +279,10 @@ def block_backward(
     do = torch.mm(gp, projw)
     if rows is not None:
         do, g1 = rows.give_back(do), rows.give_back(g1)
-    G = v.qkv.shape[0]
-    dqkv, d_qkvb = _attention_backward(do.view(G, -1, do.shape[-1]), v.qkv, spec.q_stride)
+    # where only some rows went on, the others' outputs were not kept: the backward kernel computes them again
+    do = do.view(len(v.qkv), -1, do.shape[-1])
+    o = v.o.view_as(do) if rows is None else None
+    dqkv, d_qkvb = _attention_backward(do, v.qkv, spec.q_stride, o, v.lse)
     dqkv = dqkv.view(len(v.y), -1)
     grads.weight(at + 2, dqkv, v.y)
     grads.vector(at + 3, d_qkvb)

@@ -18,7 +18,7 @@ from hiera_optim.ops import library as ops
 from hiera_optim.ops.units import unit_slots
 from hiera_optim.tables import label_tables, patch_tables
 
-CHUNK = 4
+CHUNK = 8
 """Blocks in one operator: its weights' gradients become ready together, and their all-reduce overlaps with the next."""
 
 
@@ -76,8 +76,9 @@ def embed(model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tens
     rows = ops.gather_patches(
         x, mask, keep_idx, tables.rows, tables.cols, tables.origins, [*tables.unit, *tables.units], dtype
     )
-    weight = F.pad(weight, (0, rows.shape[1] - weight.shape[1]))
-    tokens = F.linear(rows, weight, proj.bias.to(dtype))
+    if rows.shape[1] > weight.shape[1]:
+        weight = F.pad(weight, (0, rows.shape[1] - weight.shape[1]))
+    tokens = ops.linear(rows, weight, proj.bias.to(dtype))
     pos = grid_to_units(
         model.get_pos_embed().view(*g.tokens_shape, -1), 0, g.mask_units_shape, g.q_stride, g.levels
     ).reshape(g.num_mask_units, -1)
@@ -122,7 +123,7 @@ def encode(
             head = model.multi_scale_fusion_heads[level]
             weight = _fusion_weight(head, g, levels, dtype)
             grouped = h.to(dtype).view(B * L * g.tokens_per_unit_final, -1)
-            fused = F.linear(grouped, weight, head.bias.to(dtype))
+            fused = ops.linear(grouped, weight, head.bias.to(dtype))
         else:
             fused = h
         latent = fused if latent is None else latent + fused
@@ -138,7 +139,7 @@ def decode(
     dtype = compute_dtype(model)
     B, M = slot.shape
     S = g.tokens_per_unit_final
-    h = F.linear(latent, model.decoder_embed.weight.to(dtype), model.decoder_embed.bias.to(dtype))
+    h = ops.linear(latent, model.decoder_embed.weight.to(dtype), model.decoder_embed.bias.to(dtype))
     width = h.shape[-1]
     pos = grid_to_units(
         model.decoder_pos_embed.view(*g.pred_shape, width), 0, g.mask_units_shape, g.q_stride, g.final_levels
@@ -150,12 +151,12 @@ def decode(
         recompute=bool(getattr(model, "_hiera_checkpoint_decoder", False)), index=drop_idx, slot=drop_slot,
     )  # fmt: skip
     h = _norm(model.decoder_norm, h, dtype)
-    return F.linear(h, model.decoder_pred.weight.to(dtype), model.decoder_pred.bias.to(dtype))
+    return ops.linear(h, model.decoder_pred.weight.to(dtype), model.decoder_pred.bias.to(dtype))
 
 
 def mae_loss(
     model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, drop_idx: Tensor,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, slots: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss and predictions of one batch.
 
@@ -163,13 +164,14 @@ def mae_loss(
         x: [B, C, *input_size] float; labels are computed in fp32 from its own precision.
         mask: [B, M] bool, True = keep; keep_idx, drop_idx: [B, L] and [B, D] int64, ascending.
         scales: [2 * blocks, B] fp32 stochastic-depth factors of the encoder (1 / keep probability, or 0), or None.
+        slots: inverses of keep_idx and drop_idx ([B, M] int32 each, -1 elsewhere), where the caller has them.
 
     Returns:
         (loss 0-d fp32, pred [B * D * S, F]): pred's tokens in unit order, Z-order inside a unit.
     """
     x = x.contiguous()
     keep_idx, drop_idx = keep_idx.contiguous(), drop_idx.contiguous()
-    slot, drop_slot = unit_slots(keep_idx, g.num_mask_units), unit_slots(drop_idx, g.num_mask_units)
+    slot, drop_slot = slots or (unit_slots(keep_idx, g.num_mask_units), unit_slots(drop_idx, g.num_mask_units))
     latent = encode(model, g, x, mask, keep_idx, slot, scales)
     pred = decode(model, g, latent, drop_idx, slot, drop_slot)
     tables = label_tables(g, x.device)

@@ -67,14 +67,20 @@ def _mix32_int(h: int) -> int:
     return h ^ (h >> 16)
 
 
-def _sample_hash(sample_ids: Tensor, count: int, seed: int) -> Tensor:
-    """int64 [B, count] below 2**32: a hash of (seed, sample id, position), the same on every device."""
-    if sample_ids.dtype != torch.int64 or sample_ids.dim() != 1:
-        raise ValueError(f"sample_ids must be int64 [B], not {sample_ids.dtype} {tuple(sample_ids.shape)}")
+def hash_salt(seed: int) -> int:
+    """A seed of any size as the 32 bits that a sample's hash starts from."""
     salt = 0x9E3779B9
     rest = seed & ((1 << 64) - 1)
     for part in (rest & _LOW32, rest >> 32):
         salt = _mix32_int(salt ^ part)
+    return salt
+
+
+def _sample_hash(sample_ids: Tensor, count: int, seed: int) -> Tensor:
+    """int64 [B, count] below 2**32: a hash of (seed, sample id, position), the same on every device."""
+    if sample_ids.dtype != torch.int64 or sample_ids.dim() != 1:
+        raise ValueError(f"sample_ids must be int64 [B], not {sample_ids.dtype} {tuple(sample_ids.shape)}")
+    salt = hash_salt(seed)
     h = _mix32((sample_ids & _LOW32) ^ salt)
     h = _mix32((h + ((sample_ids >> 32) & _LOW32) * 0x3C6EF372) & _LOW32)
     unit = torch.arange(count, device=sample_ids.device)

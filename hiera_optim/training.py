@@ -105,8 +105,9 @@ class TrainStep:
             # Triton is loaded only where kernels run
             from hiera_optim import fast
             from hiera_optim.ops.library import GradientSink, direct_gradients
+            from hiera_optim.ops.sample_masks import sample_masks
 
-            self._fast = fast
+            self._fast, self._sample_masks = fast, sample_masks
             self._keep_probabilities = fast.keep_probabilities(model, device)
             sink = GradientSink(
                 {p.data_ptr(): p.grad for p in model.parameters() if p.grad is not None},
@@ -187,13 +188,15 @@ class TrainStep:
         """Loss of one batch with the masks of its sample ids: 0-d fp32."""
         geometry, model = self.geometry, self.model
         kept = geometry.num_kept(self.mask_ratio)
-        mask, keep_idx, drop_idx = sample_mask(sample_ids, geometry.num_mask_units, kept, self.seed)
+        units = geometry.num_mask_units
         if self._kernels:
+            mask, keep_idx, drop_idx, *slots = self._sample_masks(sample_ids, units, kept, self.seed)
             scales = None
             if self._drop_path and model.training:
                 noise = sample_noise(sample_ids, 2 * len(model.blocks), self.seed)  # type: ignore[arg-type]
                 scales = self._fast.drop_path_scales(self._keep_probabilities, noise.t())
-            return self._fast.mae_loss(model, geometry, x, mask, keep_idx, drop_idx, scales)[0]
+            return self._fast.mae_loss(model, geometry, x, mask, keep_idx, drop_idx, scales, tuple(slots))[0]
+        mask, keep_idx, _ = sample_mask(sample_ids, units, kept, self.seed)
         loss: Tensor = model(x, mask_ratio=self.mask_ratio, mask=mask, keep_idx=keep_idx)[0]
         return loss.float()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from hiera_optim import chain as ch
 from hiera_optim.chain import BlockSpec, Rows, Saved
 from hiera_optim.ops import layer_norm, mae_loss, patch_embed, units
+from hiera_optim.ops.column_sum import column_sum
 
 custom_op = torch.library.custom_op
 
@@ -97,6 +98,9 @@ def _(
         y = x.new_empty((n, c_in), dtype=dtype)
         mean, rstd = (x.new_empty(n, dtype=torch.float32) for _ in range(2))
         qkv = x.new_empty((n // window, window, 3, spec.heads, c_out // spec.heads), dtype=dtype)
+        lse = x.new_empty(
+            ch.lse_shape(n // window, window, spec.heads, c_out // spec.heads, spec.q_stride, dtype), dtype=torch.float32
+        )
         n //= spec.q_stride
         pooled = spec.projects and spec.q_stride > 1
         pool_index = x.new_empty((n, c_out) if pooled else (0,), dtype=torch.uint8)
@@ -108,7 +112,7 @@ def _(
         s2 = x.new_empty((n, c_out), dtype=stream)
         mean2, rstd2 = (x.new_empty(n, dtype=torch.float32) for _ in range(2))
         a, gelu_grad = (x.new_empty((n, f), dtype=dtype) for _ in range(2))
-        saved += [s, y, mean, rstd, qkv, o, pool_index, s2, y2, mean2, rstd2, a, gelu_grad]
+        saved += [s, y, mean, rstd, qkv, lse, o, pool_index, s2, y2, mean2, rstd2, a, gelu_grad]
     out = torch.empty_like(saved[-6])
     return [out] if recompute else [out, *saved[1:]]
 
@@ -220,6 +224,56 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
     """LayerNorm of [N, C] rows with fp32 statistics; the result has `dtype`."""
     y: Tensor = _norm(x, weight, bias, eps, dtype)[0]
     return y
+
+
+# -- Linear -----------------------------------------------------------------------------------------------------
+
+
+@custom_op("hiera_optim::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x [N, K] @ weight [O, K].T + bias; its backward sums the bias gradient in fp32 and honours `direct_gradients`."""
+    return torch.addmm(bias, x, weight.t())
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@custom_op("hiera_optim::linear_backward", mutates_args=())
+def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.mm(grad.t(), x), column_sum(grad).to(dtype, copy=True)
+
+
+@_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(weight), weight.new_empty(weight.shape[0], dtype=dtype)
+
+
+def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.pointers, ctx.dtype = (weight.data_ptr(), bias.data_ptr()), bias.dtype
+
+
+def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+    if _sink is None or any(p not in _sink.buffer_of for p in ctx.pointers):
+        return grad_x, *_linear_backward(grad, x, weight, ctx.dtype)
+    pointers = list(ctx.pointers)
+    # a convolution's weight comes flattened
+    targets = [_sink.buffer_of[pointers[0]].view_as(weight), _sink.buffer_of[pointers[1]]]
+    writer = ch.Direct(targets, _sink.accumulate)
+    writer.weight(0, grad, x)
+    writer.vector(1, column_sum(grad))
+    writer.finish()
+    _sink.ready(pointers)
+    return grad_x, None, None
+
+
+linear.register_autograd(_linear_gradient, setup_context=_linear_context)
 
 
 # -- mask units -------------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def test_direct_gradients_and_recompute(recompute: bool) -> None:
         if name in want:
             torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-7, msg=name)
     chained = [p.data_ptr() for b in [*model.blocks, *model.decoder_blocks] for p in b.parameters()]
-    assert sorted(ready) == sorted(chained)
+    assert len(ready) == len(set(ready)), "a gradient was announced twice"
+    assert set(chained) <= set(ready)
 
 
 def test_stochastic_depth() -> None:
