@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from tqdm import tqdm
@@ -146,29 +147,29 @@ class Console:
 
     def report(self, step: int, loss: float, samples_per_second: float, eta_seconds: float) -> None:
         """Shows the values of a log event."""
+        rate, left = f"{samples_per_second:.1f} samples/s", duration(eta_seconds)
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {samples_per_second:.1f} samples/s", refresh=False)
-        elif self._speaks:
-            rate, left = f"{samples_per_second:.1f} samples/s", duration(eta_seconds)
-            print(f"step {step}/{self._total}  loss {loss:.4f}  {rate}  {left} left", flush=True)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate}", refresh=False)
+        else:
+            self._print(f"step {step}/{self._total}  loss {loss:.4f}  {rate}  {left} left", sys.stdout)
 
     def say(self, text: str) -> None:
         """One line for people."""
-        if not self._speaks:
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            print(text, flush=True)
+        self._print(text, sys.stdout)
 
     def warn(self, text: str) -> None:
         """One line of warning on stderr."""
+        self._print(f"hiera-train: warning: {text}", sys.stderr)
+
+    def _print(self, text: str, stream: TextIO) -> None:
         if not self._speaks:
             return
-        if self._bar is not None:
-            self._bar.write(f"hiera-train: warning: {text}", file=sys.stderr)
-        else:
-            print(f"hiera-train: warning: {text}", file=sys.stderr, flush=True)
+        # The output may go to the disk that is full, or to a reader that has left.
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            else:
+                print(text, file=stream, flush=True)
 
     def close(self) -> None:
         """Leaves the bar as it stands."""

@@ -57,7 +57,7 @@ def make_config(
         run=RunSection(seed=3),
         model=model,
         data=DataSection(**settings | (data or {})),
-        optim=OptimSection(**{"lr": 1e-3, "warmup_steps": 3, "clip_grad_norm": 1.0} | (optim or {})),
+        optim=OptimSection(**{"lr": 1e-3, "warmup_steps": 2, "clip_grad_norm": 1.0} | (optim or {})),
         train=TrainSection(**steps | (train or {})),
         checkpoint=CheckpointSection(**{"every_steps": 3} | (checkpoint or {})),
         runtime=RuntimeSection(**{"device": "cpu", "collective_timeout_seconds": 60} | (runtime or {})),
@@ -80,7 +80,9 @@ class Start:
 
     def __init__(self, folder: Path, ranks: int = 1, before: Callable[[int], None] | None = None) -> None:
         self.folder = folder
-        self._output = Path(tempfile.mkstemp(suffix=".txt", dir=folder)[1])
+        descriptor, output = tempfile.mkstemp(suffix=".txt", prefix="hiera-train-")
+        os.close(descriptor)
+        self._output = Path(output)
         port = free_port() if ranks > 1 else 0
         attempt = self._output.stem
         self.processes = [
@@ -112,6 +114,7 @@ class Start:
             process.kill()
             process.join()
         output = self._output.read_text()
+        self._output.unlink()
         assert not late, f"still running after {timeout} s:\n{output}"
         return [process.exitcode for process in self.processes], output
 
