@@ -24,6 +24,12 @@ class Section(BaseModel):
     )
 
 
+def subsection(section: type[BaseModel], name: str) -> type[Section] | None:
+    """The class of a field that is itself a section; None for any other field."""
+    annotation = section.model_fields[name].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
 def expand_path(value: Any) -> Any:
     """`~`, `~user`, `$VAR` and `${VAR}` of a path replaced, once; ValueError if one is not set.
 
@@ -54,6 +60,12 @@ ExpandedPath = Annotated[Path, BeforeValidator(expand_path)]
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
+
+ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
+PATTERN_WORDS = {ONE_LINE: "text of one line"}
+"""What a pattern accepts, in words; of other patterns a name is expected."""
+OneLine = Annotated[str, Field(pattern=ONE_LINE)]
+"""Text without control characters, at least one character."""
 
 MAX_DIMENSIONS = 3
 Sizes = Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MAX_DIMENSIONS)]

@@ -17,9 +17,10 @@ from pydantic import ValidationError
 
 from service.config import yamlfile
 from service.config.checks import check_settings
+from service.config.fields import Section, subsection
 from service.config.schema import BUILTIN, RunConfig
 from service.config.shipped import find_config
-from service.config.wording import accepts, field_error, resolve
+from service.config.wording import accepts, field_error, resolve, sections
 from service.errors import UserError
 
 EXTENDS = "extends"
@@ -40,9 +41,13 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
     if source is not None:
         data, origins = _read_chain(find_config(source))
     for override in overrides:
-        section, name, value = _parse_override(override)
-        data.setdefault(section, {})[name] = value
-        origins.pop(f"{section}.{name}", None)
+        dotted, value = _parse_override(override)
+        *sections, name = dotted.split(".")
+        target = data
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[name] = value
+        origins.pop(dotted, None)
     config = _validate(data, origins)
     check_settings(config)
     return _with_absolute_paths(config)
@@ -54,12 +59,17 @@ def dump_config(config: RunConfig) -> str:
 
 
 def known_fields() -> list[str]:
-    """Every field as section.field, in the order of the schema."""
-    return [
-        f"{section}.{name}"
-        for section, info in RunConfig.model_fields.items()
-        for name in getattr(info.annotation, "model_fields", {})
-    ]
+    """Every field as section.field or section.subsection.field, in the order of the schema."""
+    return list(_fields(RunConfig, ""))
+
+
+def _fields(section: type[Section], prefix: str) -> Iterator[str]:
+    for name in section.model_fields:
+        inner = subsection(section, name)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from _fields(inner, f"{prefix}{name}.")
 
 
 def unknown_key(path: str) -> str:
@@ -94,47 +104,58 @@ def _read_chain(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if EXTENDS in base:
         raise UserError(f"{here}: {EXTENDS}: {base_name} extends {base[EXTENDS]}; only one level is allowed")
     for section, values in data.items():
-        base.setdefault(section, {}).update(values)
+        _merge(base.setdefault(section, {}), values, section)
     return base, {**base_origins, **origins}
+
+
+def _merge(base: dict[str, Any], values: dict[str, Any], path: str) -> None:
+    """Fields of `values` over those of `base`; a subsection is merged, any other value is replaced."""
+    for name, value in values.items():
+        if f"{path}.{name}" in sections():
+            _merge(base.setdefault(name, {}), value, f"{path}.{name}")
+        else:
+            base[name] = value
 
 
 def _read_sections(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     document = yamlfile.read(path)
-    sections = {} if document.data is None else document.data
-    if not isinstance(sections, dict):
-        kind = "a list" if isinstance(sections, list) else repr(sections)
+    data = {} if document.data is None else document.data
+    if not isinstance(data, dict):
+        kind = "a list" if isinstance(data, list) else repr(data)
         raise UserError(f"{path}: expected sections ({', '.join(RunConfig.model_fields)}), found {kind}")
     origins = {dotted: f"{path}:{line}" for dotted, line in document.lines.items()}
-    known = set(known_fields())
-    for section, values in sections.items():
-        if section == EXTENDS:
+    _check_keys(data, "", origins)
+    return data, origins
+
+
+def _check_keys(values: dict[str, Any], path: str, origins: dict[str, str]) -> None:
+    for name, value in values.items():
+        dotted = path + name
+        if dotted == EXTENDS:
             continue
-        if section not in RunConfig.model_fields:
-            raise UserError(f"{origins[section]}: {unknown_key(section)}")
-        if values is None:  # a section whose keys are all commented out
-            sections[section] = {}
-        elif not isinstance(values, dict):
-            raise UserError(f"{origins[section]}: {section}: {values!r} is not a section of fields")
+        if dotted not in sections():
+            if dotted not in known_fields():
+                raise UserError(f"{origins[dotted]}: {unknown_key(dotted)}")
+        elif value is None:  # a section whose keys are all commented out
+            values[name] = {}
+        elif not isinstance(value, dict):
+            raise UserError(f"{origins[dotted]}: {dotted}: {value!r} is not a section of fields")
         else:
-            for name in values:
-                if f"{section}.{name}" not in known:
-                    raise UserError(f"{origins[f'{section}.{name}']}: {unknown_key(f'{section}.{name}')}")
-    return sections, origins
+            _check_keys(value, f"{dotted}.", origins)
 
 
-def _parse_override(override: str) -> tuple[str, str, Any]:
-    """`section.field=value` to (section, field, value), the value read as the field's type wants it."""
+def _parse_override(override: str) -> tuple[str, Any]:
+    """`section.field=value` to (section.field, value), the value read as the field's type wants it."""
     dotted, equals, text = override.partition("=")
     dotted = dotted.strip()
     if not equals:
         raise UserError(f"--set {override}: write section.field=value, e.g. --set train.global_batch=1024")
-    if dotted in RunConfig.model_fields:
+    if dotted in sections():
         example = next(known for known in known_fields() if known.startswith(f"{dotted}."))
         raise UserError(f"--set {override}: {dotted} is a section; set one of its fields, e.g. {example}")
     if dotted not in known_fields():
         raise UserError(f"--set {override}: {unknown_key(dotted)}")
-    section, name = dotted.split(".")
-    return section, name, _typed(dotted, text)
+    return dotted, _typed(dotted, text)
 
 
 def _typed(dotted: str, text: str) -> Any:
@@ -148,6 +169,10 @@ def _typed(dotted: str, text: str) -> Any:
     kinds = [kind for kind in ("integer", "number", "array") if accepts(schema, kind)]
     if accepts(schema, "string") and not kinds:
         return text
+    if accepts(schema, "object"):
+        # As in YAML; {A: 1, B: x} without its braces is a mapping too.
+        inner = stripped if stripped.startswith("{") else f"{{{stripped}}}"
+        return yamlfile.parse(inner, f"--set {dotted}={text}").data
     if accepts(schema, "array"):
         # 448,448 and a lone 1024 are lists too; brackets need quoting in some shells.
         inner = stripped if stripped.startswith("[") else f"[{stripped}]"
@@ -179,14 +204,16 @@ def _validate(data: dict[str, Any], origins: dict[str, str]) -> RunConfig:
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Relative paths start at the current directory; the resolved run.yaml must mean the same anywhere."""
-    changed: dict[str, Any] = {}
-    for section in RunConfig.model_fields:
-        values = getattr(config, section)
-        paths = {
-            name: Path(os.path.abspath(value))
-            for name in type(values).model_fields
-            if isinstance(value := getattr(values, name), Path) and not str(value).startswith(BUILTIN)
-        }
-        if paths:
-            changed[section] = values.model_copy(update=paths)
+    changed = {section: _absolute(getattr(config, section)) for section in RunConfig.model_fields}
     return config.model_copy(update=changed)
+
+
+def _absolute(section: Section) -> Section:
+    changed: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            changed[name] = _absolute(value)
+        elif isinstance(value, Path) and not str(value).startswith(BUILTIN):
+            changed[name] = Path(os.path.abspath(value))
+    return section.model_copy(update=changed)

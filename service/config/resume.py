@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from service.config.cluster import ClusterSection, KubernetesSection, SlurmSection
 from service.config.schema import ModelSection, RunConfig
 
 IDENTITY: dict[str, str] = {
@@ -73,6 +74,16 @@ FREE: dict[str, str] = {
     "metrics.enabled": "looks, does not touch",
     "metrics.host": "looks, does not touch",
     "metrics.port": "looks, does not touch",
+    **{
+        f"{section}.{name}": "where and how many; a sample's place does not depend on it"
+        for section, model in (
+            ("cluster", ClusterSection),
+            ("cluster.slurm", SlurmSection),
+            ("cluster.kubernetes", KubernetesSection),
+        )
+        for name in model.model_fields
+        if (section, name) not in (("cluster", "slurm"), ("cluster", "kubernetes"))
+    },
 }
 """Fields that may change between two starts of one run, and why."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from service.config.cluster import ClusterSection
 from service.config.fields import ExpandedPath, Natural, Paddings, Positive, Section, Sizes
 
 ALLOCATOR_PRESETS = ("default", "large-batch", "captured-ddp", "debug")
@@ -267,3 +268,5 @@ class RunConfig(Section):
     """Where and how the processes run."""
     metrics: MetricsSection = MetricsSection()
     """The Prometheus endpoint."""
+    cluster: ClusterSection = ClusterSection()
+    """Nodes, their hardware and network, and the schedulers that place them."""

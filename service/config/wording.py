@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
+
+from service.config.fields import PATTERN_WORDS, subsection
 from service.config.schema import RunConfig
 
 _NOUNS = {
@@ -30,10 +34,26 @@ def _schema() -> dict[str, Any]:
 
 def resolve(dotted: str) -> dict[str, Any]:
     """JSON schema of one field, e.g. "train.steps"."""
-    section, name = dotted.split(".")
-    reference = _schema()["properties"][section]["$ref"]
-    field: dict[str, Any] = _schema()["$defs"][reference.rsplit("/", 1)[-1]]["properties"][name]
+    field: dict[str, Any] = _schema()
+    for name in dotted.split("."):
+        if "$ref" in field:
+            field = _schema()["$defs"][field["$ref"].rsplit("/", 1)[-1]]
+        field = field["properties"][name]
     return field
+
+
+@functools.cache
+def sections() -> frozenset[str]:
+    """Sections and subsections by their dotted names."""
+
+    def walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name in model.model_fields:
+            inner = subsection(model, name)
+            if inner is not None:
+                yield prefix + name
+                yield from walk(inner, f"{prefix}{name}.")
+
+    return frozenset(walk(RunConfig, ""))
 
 
 def accepts(schema: dict[str, Any], kind: str) -> bool:
@@ -58,10 +78,12 @@ def _describe(option: dict[str, Any]) -> str:
         least, most = option.get("minItems", 0), option.get("maxItems")
         count = f"{least} " if least == most else f"{least} to {most} " if most else ""
         return f"a list of {count}{_NOUNS[items['type']][1]}{_bounds(items, each=True)}"
+    if option.get("type") == "object":
+        return "a mapping of names to texts"
     if option.get("format") == "path":
         return "a path"
     if "pattern" in option:
-        return "a name of letters, digits, '.', '_' and '-'"
+        return PATTERN_WORDS.get(option["pattern"], "a name of letters, digits, '.', '_' and '-'")
     if option.get("minLength"):
         return "text that is not empty"
     return _NOUNS[option["type"]][0] + _bounds(option)
@@ -76,17 +98,22 @@ def _bounds(option: dict[str, Any], each: bool = False) -> str:
 
 def field_error(detail: Any, data: dict[str, Any]) -> tuple[str, str]:
     """One of pydantic's error details to (dotted field, "field: value is not what is expected")."""
-    location = detail["loc"]
-    section = str(location[0]) if location else ""
+    location = [str(part) for part in detail["loc"]]
+    # A subsection's fields are one level deeper than a section's.
+    depth = max(1, sum(".".join(location[:end]) in sections() for end in range(1, len(location) + 1)))
+    section = ".".join(location[:depth])
     if detail["type"] == "value_error" and "ctx" in detail:
         reason = str(detail["ctx"]["error"])
-        if len(location) == 1:  # a validator of a whole section; its message starts with the field
+        if len(location) == depth:  # a validator of a whole section; its message starts with the field
             dotted = f"{section}.{reason.split(':', 1)[0]}"
             return dotted, f"{section}.{reason}"
-        dotted = f"{section}.{location[1]}"
+        dotted = f"{section}.{location[depth]}"
         return dotted, f"{dotted}: {reason}"
-    dotted = f"{section}.{location[1]}" if len(location) > 1 else section
-    value = data.get(section, {}).get(location[1]) if len(location) > 1 else detail["input"]
+    dotted = f"{section}.{location[depth]}" if len(location) > depth else section
+    value = detail["input"]
+    if len(location) > depth:
+        value = functools.reduce(lambda inner, name: inner.get(name, {}), location[:depth], data)
+        value = value.get(location[depth])
     return dotted, f"{dotted}: {_show(value)} is not {expected(dotted)}"
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_an_empty_file_is_the_defaults(write):
         ("train:\n  steps: 1\n  steps: 2\n", "x.yaml:3: train.steps is given twice, first on line 2"),
         (
             "- 1\n",
-            "x.yaml: expected sections (run, model, data, optim, train, checkpoint, runtime, metrics), found a list",
+            "x.yaml: expected sections (run, model, data, optim, train, checkpoint, runtime, metrics, cluster), found a list",
         ),
         ("train: 3\n", "x.yaml:1: train: 3 is not a section of fields"),
         ("trian: {steps: 3}\n", "x.yaml:1: unknown key trian; did you mean train?"),
@@ -227,12 +228,17 @@ def test_home_and_variables_in_the_config_path(write, tmp_path, monkeypatch):
         ("optim.clip_grad_norm=1", 1.0),
         ("optim.betas= 0.9, 0.98 ", (0.9, 0.98)),
         ("train.epochs=1_000", 1000.0),
+        ("cluster.slurm.partition=a b,c", "a b,c"),
+        ("cluster.slurm.time=90", "90"),
+        ("cluster.slurm.extra=--mail-type=END,--nice=5", ("--mail-type=END", "--nice=5")),
+        ("cluster.environment=A: 'x, $y', B: \"\\n\"", {"A": "x, $y", "B": "\n"}),
+        ("cluster.kubernetes.resources={cpu: '8'}", {"cpu": "8"}),
+        ("cluster.kubernetes.ttl_seconds=null", None),
     ],
 )
 def test_overrides_are_typed_by_the_field(override, value):
     config = load_config(None, [override])
-    section, name = override.split("=")[0].split(".")
-    found = getattr(getattr(config, section), name)
+    found = functools.reduce(getattr, override.split("=")[0].split("."), config)
     assert found == value
     assert type(found) is type(value)
 
@@ -251,11 +257,11 @@ def test_the_last_override_wins_over_earlier_ones_and_the_file(write):
         ("train=3", "--set train=3: train is a section; set one of its fields, e.g. train.global_batch"),
         (
             "qqq=1",
-            "--set qqq=1: unknown key qqq; the sections are run, model, data, optim, train, checkpoint, runtime, metrics",
+            "--set qqq=1: unknown key qqq; the sections are run, model, data, optim, train, checkpoint, runtime, metrics, cluster",
         ),
         (
             "a.b.c=1",
-            "--set a.b.c=1: unknown key a.b.c; the sections are run, model, data, optim, train, checkpoint, runtime, metrics",
+            "--set a.b.c=1: unknown key a.b.c; the sections are run, model, data, optim, train, checkpoint, runtime, metrics, cluster",
         ),
         (
             "model.stages=[1,",
@@ -273,7 +279,7 @@ def test_a_wrong_override_of_a_right_file_does_not_blame_the_file(write):
 
 @pytest.mark.parametrize("dotted", known_fields())
 def test_a_slip_in_any_key_is_answered_with_that_key(dotted):
-    section, name = dotted.split(".")
+    section, name = dotted.rsplit(".", 1)
     slipped = name[:-1] if len(name) > 4 else name + name[-1]
     assert unknown_key(f"{section}.{slipped}") == f"unknown key {section}.{slipped}; did you mean {dotted}?"
 

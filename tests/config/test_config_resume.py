@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 
 from service.config.load import known_fields, load_config
@@ -32,8 +35,26 @@ OTHER = {
     "runtime.device": "cpu", "runtime.nproc_per_node": 2, "runtime.allocator": "debug", "runtime.cache_dir": "/other",
     "runtime.threads": 1, "runtime.numa": False, "runtime.max_restarts": 0, "runtime.grace_seconds": 5,
     "runtime.collective_timeout_seconds": 5, "metrics.enabled": False, "metrics.host": "127.0.0.1", "metrics.port": 0,
+    "cluster.nodes": 2, "cluster.gpus_per_node": 4, "cluster.node_type": "gh200-4", "cluster.network": "tcp",
+    "cluster.image": "hiera:1", "cluster.environment": {"A": "b"},
+    "cluster.slurm.time": "1:00:00", "cluster.slurm.partition": "gpu", "cluster.slurm.account": "a", "cluster.slurm.qos": "q",
+    "cluster.slurm.constraint": "c", "cluster.slurm.exclude": "n[1-2]", "cluster.slurm.reservation": "r",
+    "cluster.slurm.mem": "0", "cluster.slurm.cpus_per_task": 4, "cluster.slurm.exclusive": False,
+    "cluster.slurm.extra": ("--mail-type=END",), "cluster.slurm.venv": "/venv", "cluster.slurm.setup": ("true",),
+    "cluster.slurm.container": "pyxis", "cluster.slurm.mounts": ("/a:/b",), "cluster.slurm.signal_seconds": 90,
+    "cluster.slurm.max_requeues": 0, "cluster.slurm.max_failures": 0, "cluster.slurm.log_dir": "/logs",
+    "cluster.kubernetes.namespace": "n", "cluster.kubernetes.image_pull_secrets": ("s",),
+    "cluster.kubernetes.resources": {"cpu": "8"}, "cluster.kubernetes.gpu_resource": "amd.com/gpu",
+    "cluster.kubernetes.node_selector": {"a": "b"}, "cluster.kubernetes.tolerations": (),
+    "cluster.kubernetes.priority_class": "p", "cluster.kubernetes.service_account": "s", "cluster.kubernetes.queue": "q",
+    "cluster.kubernetes.topology_key": "zone", "cluster.kubernetes.data_claim": None, "cluster.kubernetes.runs_claim": "r",
+    "cluster.kubernetes.cache_claim": "c", "cluster.kubernetes.volumes": {"v": "/v"}, "cluster.kubernetes.create_claims": False,
+    "cluster.kubernetes.storage_class": "s", "cluster.kubernetes.storage": "1Ti", "cluster.kubernetes.shm_size": "1Gi",
+    "cluster.kubernetes.run_as_user": 54321, "cluster.kubernetes.retries": 0, "cluster.kubernetes.ttl_seconds": None,
+    "cluster.kubernetes.pod_monitor": True,
 }  # fmt: skip
 MATTERS_WITH = {
+    "cluster.slurm.container": {"cluster": {"image": "hiera"}},
     "data.synthetic_samples": {"data": {"kind": "synthetic"}},
     "optim.muon_lr": {"optim": {"name": "muon"}},
     "optim.muon_momentum": {"optim": {"name": "muon"}},
@@ -54,9 +75,12 @@ IGNORED_WITH = {
 
 
 def pair(dotted, settings) -> tuple[RunConfig, RunConfig]:
-    section, name = dotted.split(".")
+    *sections, name = dotted.split(".")
     old = RunConfig.model_validate(settings)
-    new = {**settings, section: {**settings.get(section, {}), name: OTHER[dotted]}}
+    new = copy.deepcopy(settings)
+    functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, new)[name] = OTHER[
+        dotted
+    ]
     return old, RunConfig.model_validate(new)
 
 
