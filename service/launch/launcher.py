@@ -20,7 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -120,7 +119,7 @@ class Launch:
         self._old_handlers: list[tuple[int, Any]] = []
 
     def __enter__(self) -> Launch:
-        self._control = Path(tempfile.mkdtemp(prefix="hiera-control-"))
+        self._control = rundir.private_directory(self.directory, self.rank)
         self.stop_file = self._control / "stop"
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.exporter = Exporter(
@@ -129,6 +128,7 @@ class Launch:
             workers=self.facts.workers,
             on_start=self._workers_started,
         )
+        self._children_before = set(processes.children(os.getpid()))
         processes.adopt_orphans()
         self._install_handlers()
         before = read_state(self.directory, self.rank)
@@ -245,7 +245,7 @@ class Launch:
             }
         )
         try:
-            variables[SOCKET_VARIABLE] = str(self.exporter.open_socket())
+            variables[SOCKET_VARIABLE] = str(self.exporter.open_socket(self._control))
         except OSError as error:
             base.pop(SOCKET_VARIABLE, None)
             say(f"warning: no metrics of this run, the socket cannot be made ({error.strerror})")
@@ -327,7 +327,7 @@ class Launch:
                 if outcome is None and alone_since and now - alone_since > LEAVE_SECONDS / 5:
                     self.killed = "stopped before training began"
                     break
-            processes.reap_adopted(agent.pid)
+            processes.reap_adopted(self._children_before | {agent.pid})
             self._sleep(POLL_SECONDS)
         if code is None:
             self._kill_all()

@@ -64,8 +64,23 @@ def parents() -> dict[int, int]:
 
 
 def children(pid: int) -> list[int]:
-    """Live children of a process."""
-    return sorted(child for child, parent in parents().items() if parent == pid)
+    """Live children of a process, from the kernel's list where it keeps one: this is asked twice a second."""
+    try:
+        found: set[int] = set()
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found.update(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+        return sorted(child for child in found if is_live(child))
+    except OSError:
+        return sorted(child for child, parent in parents().items() if parent == pid)
+
+
+def is_live(pid: int) -> bool:
+    """False for a process that is gone or waits only to be reaped."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def descendants(pid: int, tree: dict[int, int] | None = None) -> set[int]:
@@ -127,21 +142,13 @@ def reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
 
 
-def reap_adopted(keep: int) -> None:
-    """Collect dead children other than `keep`, whose status belongs to its Popen object.
-
-    Only children of this process that died after their own parents: those that are marked as ours are
-    zombies and have no readable environment any more, so every zombie child that is not a known one of
-    the caller's is taken.
-    """
-    me = os.getpid()
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == keep:
-            continue
+def reap_adopted(keep: set[int]) -> None:
+    """Collect dead children other than `keep`, whose exit status belongs to somebody."""
+    while True:
         try:
-            stat = Path("/proc", name, "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state == "Z" and int(parent) == me:
-            reap(int(name))
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if dead is None or dead.si_pid in keep:
+            return
+        reap(dead.si_pid)

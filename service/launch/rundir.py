@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
+import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,6 +38,31 @@ def make_run_directory(path: Path) -> None:
         raise UserError(
             f"run.dir: {path} cannot be written ({error.strerror}); choose another directory"
         ) from None
+
+
+def private_directory(path: Path, node_rank: int) -> Path:
+    """Directory on this node, for this user only, for the sockets and markers of one launch of a run.
+
+    Its name comes from the run directory, whose lock is held, so that what a killed launcher left is used
+    again instead of adding up under /tmp. A directory of that name that is not ours is left alone.
+    """
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    base = tempfile.gettempdir()
+    # The path of a socket holds 107 bytes; a long TMPDIR (a scheduler's, a test's) does not fit.
+    if len(base) > 60 and os.access("/tmp", os.W_OK):
+        base = "/tmp"
+    directory = Path(base) / f"hiera-{os.getuid()}-{digest}-{node_rank}"
+    try:
+        status = directory.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)
+    except OSError:
+        pass
+    try:
+        directory.mkdir(mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="hiera-", dir=base))
+    return directory
 
 
 def lock_name(kind: str, nnodes: int, node_rank: int) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -80,7 +78,7 @@ class Exporter:
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self._socket: socket.socket | None = None
-        self._directory: Path | None = None
+        self._socket_path: Path | None = None
         self._threads: list[threading.Thread] = []
         self._closing = False
         # Series that start at 0 give rates from the first increase on.
@@ -107,17 +105,13 @@ class Exporter:
 
     # Datagrams
 
-    def open_socket(self) -> Path:
-        """Make the datagram socket in a private directory and start reading; returns its path. Raises
-        OSError.
+    def open_socket(self, directory: Path) -> Path:
+        """Make the datagram socket in a directory of this user alone and start reading; returns its path.
+
+        Raises OSError.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="hiera-"))
-        path = self._directory / "metrics"
-        # A socket's path holds 107 bytes; a long TMPDIR (Slurm's, pytest's) does not fit.
-        if len(str(path)) > 100:
-            shutil.rmtree(self._directory)
-            self._directory = Path(tempfile.mkdtemp(prefix="hiera-", dir="/tmp"))
-            path = self._directory / "metrics"
+        path = directory / "metrics"
+        self._socket_path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
         self._start(self._read, "metrics-reader")
@@ -223,19 +217,19 @@ class Exporter:
             self._server.shutdown()
             self._server.server_close()
             self._server, self.port = None, None
-        if self._socket is not None and self._directory is not None:
+        if self._socket is not None and self._socket_path is not None:
             # Wakes the reader, which a mere close would leave in recv.
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as waker:
                 waker.setblocking(False)
-                waker.sendto(b"", str(self._directory / "metrics"))
+                waker.sendto(b"", str(self._socket_path))
         for thread in self._threads:
             thread.join(timeout=2)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
+            self._socket_path = None
 
 
 class _Server(ThreadingHTTPServer):

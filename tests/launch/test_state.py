@@ -117,6 +117,26 @@ def test_unwritable_run_directory(tmp_path: Path) -> None:
         rundir.make_run_directory(tmp_path / "file" / "run")
 
 
+def test_private_directory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    first = rundir.private_directory(tmp_path, 0)
+    assert first.stat().st_mode & 0o777 == 0o700
+    (first / "stop").touch()
+    assert rundir.private_directory(tmp_path, 0) == first
+    assert list(first.iterdir()) == []
+    other = rundir.private_directory(tmp_path, 1)
+    assert other != first
+    other.rmdir()
+    # A link that somebody planted is left alone.
+    first.rmdir()
+    first.symlink_to(tmp_path)
+    elsewhere = rundir.private_directory(tmp_path, 0)
+    assert elsewhere != first
+    assert first.is_symlink()
+    elsewhere.rmdir()
+    first.unlink()
+
+
 def test_one_launcher_a_directory(tmp_path: Path) -> None:
     with rundir.locked(tmp_path, 1, 0):
         in_use = pytest.raises(UserError, match=f"in use by another live run .pid {os.getpid()} on")

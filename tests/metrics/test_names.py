@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from service.metrics.health import PHASES
 from service.metrics.names import BY_NAME, METRICS, PREFIX, markdown
 
 MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
@@ -68,3 +69,16 @@ def test_recorded_names_are_recorded() -> None:
     recorded = set(re.findall(r"record: (\S+)", (MONITORING / "rules.yml").read_text()))
     for file in ("alerts.yml", "alerts_test.yml"):
         assert set(re.findall(r"\bjob:hiera_\w+:\w+", (MONITORING / file).read_text())) <= recorded
+
+
+def test_workers_send_what_is_in_the_table() -> None:
+    train = Path(__file__).resolve().parents[2] / "service" / "train"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in train.rglob("*.py"))
+    sent = set(re.findall(r"[mM]etrics\.(set|add|observe)\(\s*\"(\w+)\"", text))
+    assert sent
+    kinds = {"set": "gauge", "add": "counter", "observe": "histogram"}
+    for method, name in sent:
+        assert BY_NAME[name].kind == kinds[method], name
+        assert BY_NAME[name].source == "worker", name
+    phases = set(re.findall(r"\.phase\(\s*\"(\w+)\"", text))
+    assert phases <= set(PHASES)
