@@ -30,7 +30,7 @@ from service.train.progress import Console
 from service.train.reconstruct import SAMPLES, write_pictures
 from service.train.report import Reporter, StepLog
 from service.train.signals import StopRequest, signal_name
-from service.train.workers import BoundaryVote, join_workers, shorten_timeouts
+from service.train.workers import BoundaryVote, Workers, join_workers, shorten_timeouts
 
 STEPS_AHEAD = 2
 """Optimizer steps that the host may enqueue before an older one is done: enough that the GPU never idles, few
@@ -114,7 +114,7 @@ def train(
             # fetch and step
             began = time.perf_counter()
             if config.model.drop_path_rate:
-                torch.manual_seed(step_seed(config.run.seed, step, workers.rank))
+                seed_step(config.run.seed, step, workers)
             run.optimizer.lr.fill_(schedule(step))
             output = None
             for _ in range(run.plan.accumulation):
@@ -174,9 +174,16 @@ def due(step: int, every: int, total: int) -> bool:
     return step > 0 and (step >= total or (every > 0 and step % every == 0))
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of a step's stochastic depth: a function of its place, so no generator state has to be saved."""
-    return derive(seed, DROP_PATH, step, rank) >> 1
+def seed_step(seed: int, step: int, workers: Workers) -> None:
+    """Seeds a step's stochastic depth by its place, so that no generator state has to be saved.
+
+    Not torch.manual_seed: without a GPU it keeps a traceback of every call, for devices that may come later.
+    """
+    number = derive(seed, DROP_PATH, step, workers.rank) >> 1
+    if workers.device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
 
 
 def save(run: Run, saver: Saver, step: int, log: StepLog) -> None:
