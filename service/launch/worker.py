@@ -43,6 +43,9 @@ def main() -> None:
     rundir.hold_worker_lock(run_dir, int(os.environ.get(NNODES_VARIABLE, "1")), node_rank)
     numa.bind_numa(local_rank)
     if local_rank == 0:
+        # The failure that made torchrun start its workers again is no longer what this node is at.
+        before = state.read_state(run_dir, node_rank)
+        state.report("running", step=before.step if before is not None else 0)
         client = MetricsClient.from_env()
         client.phase(LAUNCHED)
         client.close()

@@ -41,8 +41,6 @@ def main() -> int:
     with (run_dir / "starts").open("a") as file:
         file.write(f"{rank} {restart}\n")
     metrics = MetricsClient.from_env()
-    if local_rank == 0:
-        state.report("running")
     for step in range(1, script.get("steps", 100) + 1):
         time.sleep(script.get("seconds", 0.05))
         metrics.observe("step_seconds", script.get("seconds", 0.05))

@@ -61,17 +61,21 @@ def test_finished_run_with_metrics_and_small_launcher(start: Start) -> None:
     assert running.orphans() == []
 
 
-def test_crashed_worker_is_started_again_and_counters_go_on(start: Start) -> None:
-    running = start({"steps": 40, "on": {"0": "kill"}, "rank": 1})
+@pytest.mark.parametrize(
+    ("what", "said"), [("kill", "was killed by SIGKILL"), ("state:1:boom", "failed with exit code 1")]
+)
+def test_crashed_worker_is_started_again_and_counters_go_on(start: Start, what: str, said: str) -> None:
+    running = start({"steps": 60, "on": {"0": what}, "rank": 1})
     url = running.metrics() + "/metrics"
     wait_for(lambda: (running.directory / "starts").exists() and len(running.starts()) == 4)
     running.training()
     body = urllib.request.urlopen(url, timeout=5).read().decode()
     assert 'hiera_restarts_total{node="0"} 1.0' in body
+    assert outcome(running)[0] == "running"
     assert running.wait() == 0, running.text()
     assert sorted(running.starts()) == ["0 0", "0 1", "1 0", "1 1"]
     assert "worker 1" in running.text()
-    assert "was killed by SIGKILL" in running.text()
+    assert said in running.text()
     assert "Traceback" not in running.text()
 
 
