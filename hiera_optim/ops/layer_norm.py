@@ -46,25 +46,29 @@ class RowConfig:
 
 
 def forward_config(columns: int) -> RowConfig:
-    """Forward's launch by row length: tiles of about 4096 elements, one tile a program."""
+    """Forward's launch by row length, as measured on an H200: a warp and about 1024 elements a program.
+
+    One warp reduces a row without barriers; 4 warps and 4096 elements were 3 to 12 % slower.
+    """
     block = triton.next_power_of_2(columns)
-    return RowConfig(rows=max(1, 4096 // block), num_warps=4, num_stages=1, programs_per_multiprocessor=0)
+    return RowConfig(rows=max(1, 1024 // block), num_warps=max(1, block // 512), num_stages=1, programs_per_multiprocessor=0)
 
 
 def backward_config(columns: int, *, wide: bool = False) -> RowConfig:
-    """Backward's launch by row length: three sums stay in registers, so tiles are half of forward's.
+    """Backward's launch by row length, as measured on an H200: one warp a program up to 512 columns.
 
-    `wide`: float32 rows or a stored grad_delta take up to 160 registers a thread instead of 128, so that
-    three programs fit where otherwise four do; a persistent grid must not be larger than what fits at once.
+    `wide`: float32 rows or a stored grad_delta take more registers a thread; a persistent grid must not be larger
+    than what fits at once. Against 4 warps and tiles of 2048 elements: 384 columns 11.8 instead of 19.9 us, 512
+    columns 32.5 instead of 41.4 us (9728 and 25088 rows).
     """
     block = triton.next_power_of_2(columns)
     if block >= 2048:
         tile = 2048 if wide else 4096
         return RowConfig(rows=max(1, tile // block), num_warps=8, num_stages=2, programs_per_multiprocessor=2)
-    programs = 3 if wide else 4
-    return RowConfig(
-        rows=max(1, 2048 // block), num_warps=4, num_stages=2, programs_per_multiprocessor=programs
-    )
+    if block >= 1024:
+        return RowConfig(rows=2, num_warps=4, num_stages=2, programs_per_multiprocessor=3 if wide else 4)
+    rows, programs = (2, 8) if block == 512 else (max(1, 512 // block), 16)
+    return RowConfig(rows=rows, num_warps=1, num_stages=2, programs_per_multiprocessor=programs // (2 if wide else 1))
 
 
 @triton.jit

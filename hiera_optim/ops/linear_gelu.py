@@ -53,7 +53,9 @@ def supports_tma(inner: int, outer: int, element_size: int, device: torch.device
     return aligned and (device.type != "cuda" or capability(device) >= (9, 0))
 
 
-def gemm_config(inner: int, outer: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+def gemm_config(
+    inner: int, outer: int, dtype: torch.dtype, device: torch.device, *, backward: bool = False
+) -> GemmConfig:
     """The default tile for a shape on a device."""
     major, minor = capability(device)
     if device.type != "cuda":
@@ -67,6 +69,10 @@ def gemm_config(inner: int, outer: int, dtype: torch.dtype, device: torch.device
     # Halves keep a program of 8 warps at 128 registers or fewer on Hopper, so that two of them share a
     # multiprocessor.
     tma = supports_tma(inner, outer, dtype.itemsize, device)
+    if backward and tma:
+        # 65 KB of shared memory and 4 warps: three programs share a multiprocessor. 122 us against 128 with 8 warps
+        # and 3 stages at 25088 x 512 x 2048 on an H200, and 95 against 106 at 155648 x 96 x 384.
+        return GemmConfig(block_k=block_k, num_warps=4, num_stages=2, tma=True, halves=True)
     return GemmConfig(block_k=block_k, tma=tma, halves=tma)
 
 
@@ -156,7 +162,7 @@ def linear_gelu_backward(
     require_contiguous(dy=dy, w=w, gprime=gprime)
     if not dy.dtype == w.dtype == gprime.dtype:
         raise ValueError(f"dy is {dy.dtype}, w {w.dtype}, gprime {gprime.dtype}: they must be of one dtype")
-    config = config or gemm_config(inner, outer, dy.dtype, dy.device)
+    config = config or gemm_config(inner, outer, dy.dtype, dy.device, backward=True)
     _check_tma(config, inner, outer, dy)
     dh = torch.empty(num_rows, outer, dtype=dy.dtype, device=dy.device)
     row_tiles = ceil_div(num_rows, config.block_n)

@@ -39,7 +39,7 @@ __all__ = [
 
 # The longest inner dimension for which the fused GEMM beats cuBLAS and an elementwise kernel, by major
 # compute capability: (forward, backward). Absent: never.
-LONGEST_FUSED_INNER: dict[int, tuple[int, int]] = {9: (512, 512)}
+LONGEST_FUSED_INNER: dict[int, tuple[int, int]] = {9: (1152, 1152)}
 
 
 def use_fused(
