@@ -26,8 +26,8 @@ from hiera_optim.ops.attention import (
     can_run,
     needs_lse,
 )
-from hiera_optim.ops.layer_norm import add_layer_norm_backward, add_layer_norm_forward
 from hiera_optim.ops.column_sum import column_sum
+from hiera_optim.ops.layer_norm import add_layer_norm_backward, add_layer_norm_forward
 from hiera_optim.ops.mlp import (
     bias_gelu_forward,
     gelu_backward,
@@ -193,7 +193,7 @@ def _linear_gelu(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def _linear_gelu_backward(dy: Tensor, w: Tensor, gelu_grad: Tensor) -> tuple[Tensor, Tensor]:
     """(dy @ w) * gelu_grad and its column sums."""
-    if dy.dtype != torch.float32 and use_fused(len(dy), *w.shape, capability(dy.device), backward=True):
+    if dy.dtype != torch.float32 and use_fused(len(dy), w.shape[0], w.shape[1], capability(dy.device), backward=True):
         return linear_gelu_backward(dy, w, gelu_grad)
     return gelu_backward(torch.mm(dy, w), gelu_grad, in_place=True)
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hiera_optim import tables
 from hiera_optim.chain import BlockSpec
 from hiera_optim.dispatch import compute_dtype
 from hiera_optim.geometry import FairModel, Geometry, grid_to_units
 from hiera_optim.ops import library as ops
 from hiera_optim.ops.units import unit_slots
-from hiera_optim.tables import label_tables, patch_tables
 
 CHUNK = 8
 """Blocks in one operator: its weights' gradients become ready together, and their all-reduce overlaps with the next."""
@@ -70,12 +70,9 @@ def embed(model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tens
     """Patch embedding and position of the kept units: [B * L * T, C] in Z-order."""
     dtype = compute_dtype(model)
     B, L = keep_idx.shape
-    tables = patch_tables(g, x.device)
     proj = model.patch_embed.proj
     weight = proj.weight.flatten(1).to(dtype)
-    rows = ops.gather_patches(
-        x, mask, keep_idx, tables.rows, tables.cols, tables.origins, [*tables.unit, *tables.units], dtype
-    )
+    rows = ops.gather_patches(x, mask, keep_idx, tables.encode(g), dtype)
     if rows.shape[1] > weight.shape[1]:
         weight = F.pad(weight, (0, rows.shape[1] - weight.shape[1]))
     tokens = ops.linear(rows, weight, proj.bias.to(dtype))
@@ -174,8 +171,7 @@ def mae_loss(
     slot, drop_slot = slots or (unit_slots(keep_idx, g.num_mask_units), unit_slots(drop_idx, g.num_mask_units))
     latent = encode(model, g, x, mask, keep_idx, slot, scales)
     pred = decode(model, g, latent, drop_idx, slot, drop_slot)
-    tables = label_tables(g, x.device)
-    return ops.loss(pred, x, drop_idx, tables.origin, tables.offsets), pred
+    return ops.loss(pred, x, drop_idx, tables.encode(g)), pred
 
 
 def drop_path_scales(keep_probability: Tensor, noise: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .attention import take_rows
+from .dispatch import use_kernels
 from .encoder import batch_index, check_input, encode, run_block, state_of, unit_coordinates
 from .geometry import FairModel, Geometry, grid_to_unit, grid_to_units
 from .masks import (
@@ -176,6 +177,20 @@ def masked_loss(
     return mae_loss(*predict(model, geom, x, mask, keep_idx, drop_idx))
 
 
+def fused_loss(
+    model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, drop_idx: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(loss 0-d float32, pred [B, M - L, S, F]) through the fused kernels."""
+    from . import fast  # loads Triton, which not every machine has
+
+    scales = None
+    if model.training and any(getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks):
+        noise = torch.rand(2 * len(model.blocks), x.shape[0], device=x.device)
+        scales = fast.drop_path_scales(fast.keep_probabilities(model, x.device), noise)
+    loss, pred = fast.mae_loss(model, geom, x, mask, keep_idx, drop_idx, scales)
+    return loss, pred.view(*drop_idx.shape, geom.tokens_per_unit_final, -1)
+
+
 def mae_forward(
     model: FairModel,
     x: Tensor,
@@ -196,7 +211,12 @@ def mae_forward(
     mask, keep_idx, drop_idx = resolve_masks(model, geom, x, mask_ratio, mask, keep_idx)
     if drop_idx.shape[1] == 0:
         raise ValueError(f"the mask keeps all {geom.num_mask_units} mask units: nothing to predict")
-    pred, label = predict(model, geom, x, mask, keep_idx, drop_idx)
+    if use_kernels(model, geom, x.device) and not x.requires_grad:
+        loss, pred = fused_loss(model, geom, x, mask, keep_idx, drop_idx)
+        label = masked_label(x, drop_idx, geom)
+    else:
+        pred, label = predict(model, geom, x, mask, keep_idx, drop_idx)
+        loss = mae_loss(pred, label)
     order = fair_positions(geom, drop_idx).argsort(dim=1)
     returned = mask if given is None else given
-    return mae_loss(pred, label), to_fair(pred, order), to_fair(label, order), returned
+    return loss, to_fair(pred, order), to_fair(label, order), returned

@@ -1,6 +1,9 @@
-"""Static address tables of a geometry for the kernels, built once a device.
+"""Static address tables for the kernels, built once a geometry and device.
 
 1-D and 2-D inputs are treated as 3-D ones with leading dimensions of size 1, so that one kernel serves all.
+
+Operators take a geometry as a list of integers (`encode`), which any compiled graph can hold, and look their tables up
+when they run.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +19,53 @@ from torch import Tensor
 from hiera_optim.geometry import Geometry, grid_to_units
 from hiera_optim.ops.mae_loss import LabelTables
 from hiera_optim.ops.patch_embed import PatchTables
+
+
+@dataclass(frozen=True)
+class Addressing:
+    """What of a `Geometry` decides addresses."""
+
+    in_chans: int
+    levels: int
+    q_pool: int
+    pred_stride: int
+    input_size: tuple[int, ...]
+    patch_kernel: tuple[int, ...]
+    patch_stride: tuple[int, ...]
+    patch_padding: tuple[int, ...]
+    mask_unit_size: tuple[int, ...]
+    mask_units_shape: tuple[int, ...]
+    q_stride: tuple[int, ...]
+
+    @property
+    def spatial_dims(self) -> int:
+        return len(self.input_size)
+
+    @property
+    def field(self) -> int:
+        """K, values in a receptive field."""
+        return self.in_chans * math.prod(self.patch_kernel)
+
+    @property
+    def tokens(self) -> int:
+        """T, tokens in a mask unit."""
+        return math.prod(self.mask_unit_size)
+
+
+def encode(g: Geometry) -> list[int]:
+    """A geometry's addressing as integers."""
+    sizes = (g.input_size, g.patch_kernel, g.patch_stride, g.patch_padding, g.mask_unit_size, g.mask_units_shape)
+    code = [g.in_chans, g.levels, g.q_pool, g.pred_stride]
+    for size in (*sizes, g.q_stride):
+        code += size
+    return code
+
+
+@functools.lru_cache(maxsize=64)
+def decode(code: tuple[int, ...]) -> Addressing:
+    """Inverse of `encode`."""
+    sizes, dims = code[4:], (len(code) - 4) // 7
+    return Addressing(*code[:4], *(sizes[i : i + dims] for i in range(0, 7 * dims, dims)))  # type: ignore[arg-type]
 
 
 def _pad(values: Sequence[int]) -> tuple[int, int, int]:
@@ -41,35 +92,39 @@ def _table(offset: Tensor, coordinates: Tensor, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def patch_tables(geometry: Geometry, device: torch.device) -> PatchTables:
+def patch_tables(code: tuple[int, ...], device: torch.device) -> PatchTables:
     """Addresses for `gather_patches`."""
-    g, ones = geometry, (1,) * geometry.spatial_dims
-    strides = _strides(g.input_size)
-    tokens = grid_to_units(_grid(g.mask_unit_size), 0, ones, g.q_stride, g.levels)[0] * torch.tensor(g.patch_stride)
+    g = decode(code)
+    ones = (1,) * g.spatial_dims
+    strides, stride = _strides(g.input_size), torch.tensor(g.patch_stride)
+    tokens = grid_to_units(_grid(g.mask_unit_size), 0, ones, g.q_stride, g.levels)[0] * stride
     field = (_grid(g.patch_kernel).view(-1, g.spatial_dims) - torch.tensor(g.patch_padding)).repeat(g.in_chans, 1)
     channel = torch.arange(g.in_chans).repeat_interleave(math.prod(g.patch_kernel)) * math.prod(g.input_size)
-    corner = _grid(g.mask_units_shape).view(-1, g.spatial_dims) * torch.tensor(g.unit_pixels)
+    pixels = torch.tensor(g.mask_unit_size) * stride
+    corner = _grid(g.mask_units_shape).view(-1, g.spatial_dims) * pixels
     return PatchTables(
         rows=_table((tokens * strides).sum(-1), tokens, device),
         cols=_table(channel + (field * strides).sum(-1), field, device),
         origins=(corner * strides).sum(-1).int().to(device),
-        unit=_pad(g.unit_pixels),
+        unit=_pad(pixels.tolist()),
         units=_pad(g.mask_units_shape),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def label_tables(geometry: Geometry, device: torch.device) -> LabelTables:
+def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
     """Addresses of the label patches.
 
     The order of a patch's values is FAIR's: (C, h, w) in 2-D, (h, w, C) of the token's first frame in 3-D; in 1-D it is
     (s, C).
     """
-    g, dims = geometry, geometry.spatial_dims
+    g, dims = decode(code), decode(code).spatial_dims
     strides = _strides(g.input_size)
-    step = [p * q**g.q_pool for p, q in zip(g.patch_stride, g.q_stride, strict=True)]
-    corner = (_grid(g.pred_shape) * (torch.tensor(step) * strides)).sum(-1)
-    origin = grid_to_units(corner, 0, g.mask_units_shape, g.q_stride, g.final_levels).flatten()
+    step = torch.tensor([p * q**g.q_pool for p, q in zip(g.patch_stride, g.q_stride, strict=True)])
+    final = [u // q**g.q_pool for u, q in zip(g.mask_unit_size, g.q_stride, strict=True)]
+    tokens = _grid([m * f for m, f in zip(g.mask_units_shape, final, strict=True)])
+    corner = (tokens * (step * strides)).sum(-1)
+    origin = grid_to_units(corner, 0, g.mask_units_shape, g.q_stride, g.levels - g.q_pool).flatten()
     patch = (g.pred_stride,) * min(2, dims)
     within = (_grid(patch) * strides[-len(patch) :]).sum(-1).flatten()
     channel = torch.arange(g.in_chans) * math.prod(g.input_size)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hiera_optim import chain as ch
+from hiera_optim import tables
 from hiera_optim.chain import BlockSpec, Rows, Saved
 from hiera_optim.ops import layer_norm, mae_loss, patch_embed, units
 from hiera_optim.ops.column_sum import column_sum
@@ -280,23 +281,15 @@ linear.register_autograd(_linear_gradient, setup_context=_linear_context)
 
 
 @custom_op("hiera_optim::gather_patches", mutates_args=())
-def gather_patches(
-    x: Tensor, mask: Tensor, keep_idx: Tensor, rows: Tensor, cols: Tensor, origins: Tensor, shapes: list[int],
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """`patch_embed.gather_patches` as an operator; shapes: unit and units of `PatchTables`, end to end."""
-    a, b, c, d, e, f = shapes
-    tables = patch_embed.PatchTables(rows, cols, origins, (a, b, c), (d, e, f))
-    return patch_embed.gather_patches(x, mask, keep_idx, tables, dtype)
+def gather_patches(x: Tensor, mask: Tensor, keep_idx: Tensor, geometry: list[int], dtype: torch.dtype) -> Tensor:
+    """`patch_embed.gather_patches` as an operator; geometry: see `hiera_optim.tables.encode`."""
+    return patch_embed.gather_patches(x, mask, keep_idx, tables.patch_tables(tuple(geometry), x.device), dtype)
 
 
 @gather_patches.register_fake
-def _(
-    x: Tensor, mask: Tensor, keep_idx: Tensor, rows: Tensor, cols: Tensor, origins: Tensor, shapes: list[int],
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    shape = (keep_idx.numel() * rows.shape[0], patch_embed.padded_columns(cols.shape[0]))
-    return x.new_empty(shape, dtype=dtype)
+def _(x: Tensor, mask: Tensor, keep_idx: Tensor, geometry: list[int], dtype: torch.dtype) -> Tensor:
+    g = tables.decode(tuple(geometry))
+    return x.new_empty((keep_idx.numel() * g.tokens, patch_embed.padded_columns(g.field)), dtype=dtype)
 
 
 @custom_op("hiera_optim::add_position", mutates_args=())
@@ -381,49 +374,45 @@ assemble.register_autograd(_assemble_gradient, setup_context=_assemble_context)
 
 
 @custom_op("hiera_optim::mae_loss", mutates_args=())
-def _mae_loss(
-    pred: Tensor, x: Tensor, drop_idx: Tensor, origin: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return mae_loss.mae_loss_forward(pred, x, drop_idx, mae_loss.LabelTables(origin, offsets))
+def _mae_loss(pred: Tensor, x: Tensor, drop_idx: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    return mae_loss.mae_loss_forward(pred, x, drop_idx, tables.label_tables(tuple(geometry), x.device))
 
 
 @_mae_loss.register_fake
-def _(
-    pred: Tensor, x: Tensor, drop_idx: Tensor, origin: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(pred: Tensor, x: Tensor, drop_idx: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     row = pred.new_empty(pred.shape[0], dtype=torch.float32)
     return pred.new_empty((), dtype=torch.float32), row, torch.empty_like(row)
 
 
 @custom_op("hiera_optim::mae_loss_backward", mutates_args=())
 def _mae_loss_backward(
-    grad: Tensor, pred: Tensor, x: Tensor, drop_idx: Tensor, mean: Tensor, rstd: Tensor, origin: Tensor, offsets: Tensor
+    grad: Tensor, pred: Tensor, x: Tensor, drop_idx: Tensor, mean: Tensor, rstd: Tensor, geometry: list[int]
 ) -> Tensor:
-    tables = mae_loss.LabelTables(origin, offsets)
-    return mae_loss.mae_loss_backward(grad, pred, x, drop_idx, mean, rstd, tables)
+    addresses = tables.label_tables(tuple(geometry), x.device)
+    return mae_loss.mae_loss_backward(grad, pred, x, drop_idx, mean, rstd, addresses)
 
 
 @_mae_loss_backward.register_fake
 def _(
-    grad: Tensor, pred: Tensor, x: Tensor, drop_idx: Tensor, mean: Tensor, rstd: Tensor, origin: Tensor, offsets: Tensor
+    grad: Tensor, pred: Tensor, x: Tensor, drop_idx: Tensor, mean: Tensor, rstd: Tensor, geometry: list[int]
 ) -> Tensor:
     return torch.empty_like(pred)
 
 
 def _mae_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pred, x, drop_idx, origin, offsets = inputs
+    pred, x, drop_idx, ctx.geometry = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(pred, x, drop_idx, output[1], output[2], origin, offsets)
+    ctx.save_for_backward(pred, x, drop_idx, output[1], output[2])
 
 
 def _mae_loss_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    return _mae_loss_backward(grad, *ctx.saved_tensors), None, None, None, None
+    return _mae_loss_backward(grad, *ctx.saved_tensors, ctx.geometry), None, None, None
 
 
 _mae_loss.register_autograd(_mae_loss_gradient, setup_context=_mae_loss_context)
 
 
-def loss(pred: Tensor, x: Tensor, drop_idx: Tensor, origin: Tensor, offsets: Tensor) -> Tensor:
+def loss(pred: Tensor, x: Tensor, drop_idx: Tensor, geometry: list[int]) -> Tensor:
     """Mean squared error of pred [R, F] against the normalised patches of x: 0-d fp32."""
-    value: Tensor = _mae_loss(pred, x, drop_idx, origin, offsets)[0]
+    value: Tensor = _mae_loss(pred, x, drop_idx, geometry)[0]
     return value

@@ -8,7 +8,7 @@ import torch
 from hiera_optim.geometry import grid_to_units, units_to_grid
 from hiera_optim.masks import random_mask
 from hiera_optim.ops import mae_loss
-from hiera_optim.tables import label_tables
+from hiera_optim.tables import encode, label_tables
 from tests.ops.geometries import MODELS, build
 
 
@@ -21,7 +21,7 @@ def test_loss_and_gradient(name: str, dtype: torch.dtype, monkeypatch: pytest.Mo
     mask, _, drop = random_mask(B, g.num_mask_units, L, "cpu")
     drop = drop.contiguous()
     x = (torch.randn(B, g.in_chans, *g.input_size) * 3 + 1).to(dtype)
-    tables = label_tables(g, x.device)
+    tables = label_tables(tuple(encode(g)), x.device)
     S = g.tokens_per_unit_final
     pred = torch.randn(drop.numel() * S, g.pred_features).to(dtype)
     wide = pred.double().requires_grad_()

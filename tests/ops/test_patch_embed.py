@@ -8,7 +8,7 @@ import torch
 from hiera_optim.geometry import grid_to_units
 from hiera_optim.masks import random_mask
 from hiera_optim.ops import patch_embed
-from hiera_optim.tables import patch_tables
+from hiera_optim.tables import encode, patch_tables
 from tests.ops.geometries import MODELS, build
 
 
@@ -20,7 +20,7 @@ def test_gather_patches(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
     B, L = 2, max(1, g.num_mask_units // 3)
     mask, keep, _ = random_mask(B, g.num_mask_units, L, "cpu")
     x = torch.randn(B, g.in_chans, *g.input_size).to(dtype)
-    tables = patch_tables(g, x.device)
+    tables = patch_tables(tuple(encode(g)), x.device)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(*a, float("nan"), **k))
     got = patch_embed.gather_patches(x, mask, keep, tables, dtype)
     monkeypatch.undo()
