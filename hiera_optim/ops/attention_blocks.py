@@ -1,9 +1,11 @@
 """Pieces that the attention kernels share: block cutting, loads and stores by blocks, softmax of a whole row.
 
-A `Block` is (start, size). Triton tensors have power-of-two extents; an extent such as head dim 96 or 196 keys is a
-tuple of blocks, 64 + 32 and 128 + 64 + 16, rather than one block padded to 128 or 256, and a value over it is a tuple
-of tensors. Names: `DIMS` are the blocks of the head dim, `KEYS` those of the keys of a tile.
+A `Block` is (start, size). Triton tensors have power-of-two extents; an extent such as head dim 96 or 196
+keys is a tuple of blocks, 64 + 32 and 128 + 64 + 16, rather than one block padded to 128 or 256, and a value
+over it is a tuple of tensors. Names: `DIMS` are the blocks of the head dim, `KEYS` those of the keys of a
+tile.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def split_blocks(extent: int, largest: int, granule: int = 16) -> tuple[Block, .
 
 
 def head_dim_blocks(dim: int) -> tuple[Block, ...]:
-    """Blocks of the head dim: at most two, since every block more is a wgmma and a store more for each product."""
+    """Blocks of the head dim: at most two, since every block more is a wgmma and a store more for each
+    product."""
     whole = 1 << max(4, (dim - 1).bit_length())
     blocks = split_blocks(dim, 64)
     return blocks if len(blocks) <= 2 and sum(size for _, size in blocks) < whole else ((0, whole),)
@@ -112,7 +115,8 @@ def store_keys(
 def load_queries(
     base, rows, limit, STRIDE: tl.constexpr, DIMS: tl.constexpr, D: tl.constexpr, Q_STRIDE: tl.constexpr
 ):
-    """Queries max-pooled over Q_STRIDE consecutive tokens, and the token that won (the first one on a tie)."""
+    """Queries max-pooled over Q_STRIDE consecutive tokens, and the token that won (the first one on a
+    tie)."""
     if Q_STRIDE == 1:
         parts = load_rows(base, rows, limit, STRIDE, DIMS, D)
         winners = ()
@@ -194,8 +198,8 @@ def softmax_numerators(
 ):
     """Whole softmax rows: 2 ** (SCALE * q kᵀ - top) as a tuple over KEYS, `top` [M] and the row sums [M].
 
-    SCALE includes log2(e). Windows of a tile see their own keys only; query rows past the last window share its keys,
-    so that no row is without a key.
+    SCALE includes log2(e). Windows of a tile see their own keys only; query rows past the last window share
+    its keys, so that no row is without a key.
     """
     scores = ()
     for j in tl.static_range(len(KEYS)):

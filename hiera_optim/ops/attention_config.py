@@ -1,7 +1,7 @@
 """How the attention kernels are tiled, by shape and by GPU. Everything here changes speed only.
 
-Three methods. `rows`: one block of queries, whole softmax rows. `blocks`: several blocks of queries, keys and the
-accumulators of dk and dv on chip. `streamed`: loops over blocks of keys (attention_long.py).
+Three methods. `rows`: one block of queries, whole softmax rows. `blocks`: several blocks of queries, keys and
+the accumulators of dk and dv on chip. `streamed`: loops over blocks of keys (attention_long.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,19 @@ from functools import lru_cache
 
 import torch
 
+from hiera_optim.ops._launch import capability, ceil_div, multiprocessors
+
 MAX_TOKENS = 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Shared memory a program may ask for, bytes, by compute capability (CUDA programming guide, table 27).
-SHARED_MEMORY = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
+SHARED_MEMORY = {
+    (0, 0): 227 << 10,  # the interpreter
+    (8, 0): 163 << 10,
+    (8, 7): 163 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+}
 SHARED_MEMORY_SMALLEST = 99 << 10  # 8.6, 8.9, 12.x
 
 
@@ -46,26 +55,17 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-@lru_cache(maxsize=16)
-def device_limits(index: int | None) -> tuple[tuple[int, int], int]:
-    """(compute capability, multiprocessors) of a CUDA device; a Hopper's where there is none (the interpreter)."""
-    if index is None or not torch.cuda.is_available():
-        return (9, 0), 132
-    properties = torch.cuda.get_device_properties(index)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
-def shared_memory_limit(capability: tuple[int, int]) -> int:
+def shared_memory_limit(compute_capability: tuple[int, int]) -> int:
     """Bytes of shared memory one program may use."""
-    return SHARED_MEMORY.get(capability, SHARED_MEMORY_SMALLEST)
+    return SHARED_MEMORY.get(compute_capability, SHARED_MEMORY_SMALLEST)
 
 
-def _shared_memory(config: AttentionConfig, tokens: int, dim: int, element_size: int, backward: bool) -> int:
+def shared_memory(config: AttentionConfig, tokens: int, dim: int, element_size: int, backward: bool) -> int:
     """Upper estimate of a program's shared memory: operands twice where both wgmma and mma read them."""
-    keys = -(-config.windows * tokens // config.key_round) * config.key_round
+    keys = ceil_div(config.windows * tokens, config.key_round) * config.key_round
     if config.streamed:
         keys = config.key_block * max(1, config.num_stages)
-    width = -(-dim // 16) * 16
+    width = ceil_div(dim, 16) * 16
     rows = config.block_m
     operands = 2 * keys * width + rows * width * (3 if backward else 1)
     weights = rows * min(keys, 256) * (2 if backward else 0)
@@ -81,41 +81,44 @@ def _packed(tokens: int, groups: int, heads: int, multiprocessors: int) -> int:
 
 
 def forward_config(
-    groups: int, tokens: int, heads: int, dim: int, q_stride: int, dtype: torch.dtype, index: int | None = None
+    groups: int, tokens: int, heads: int, dim: int, q_stride: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionConfig:
-    """Tiling of the forward kernel for qkv [groups, tokens, 3, heads, dim] on CUDA device `index`."""
-    capability, multiprocessors = device_limits(index)
-    return _choose(groups, tokens, heads, dim, q_stride, dtype.itemsize, capability, multiprocessors, False)
+    """Tiling of the forward kernel for qkv [groups, tokens, 3, heads, dim] on `device`."""
+    chip = capability(device), multiprocessors(device)
+    return choose(groups, tokens, heads, dim, q_stride, dtype.itemsize, *chip, backward=False)
 
 
 def backward_config(
-    groups: int, tokens: int, heads: int, dim: int, q_stride: int, dtype: torch.dtype, index: int | None = None
+    groups: int, tokens: int, heads: int, dim: int, q_stride: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionConfig:
     """Tiling of the backward kernel; arguments as `forward_config`."""
-    capability, multiprocessors = device_limits(index)
-    return _choose(groups, tokens, heads, dim, q_stride, dtype.itemsize, capability, multiprocessors, True)
+    chip = capability(device), multiprocessors(device)
+    return choose(groups, tokens, heads, dim, q_stride, dtype.itemsize, *chip, backward=True)
 
 
 @lru_cache(maxsize=256)
-def _choose(
+def choose(
     groups: int,
     tokens: int,
     heads: int,
     dim: int,
     q_stride: int,
     element_size: int,
-    capability: tuple[int, int],
-    multiprocessors: int,
+    compute_capability: tuple[int, int],
+    num_multiprocessors: int,
+    *,
     backward: bool,
 ) -> AttentionConfig:
-    config = _resident(groups, tokens, heads, dim, q_stride, element_size, multiprocessors, backward)
-    limit = shared_memory_limit(capability)
-    if config is None or _shared_memory(config, tokens, dim, element_size, backward) > limit:
-        config = AttentionConfig(streamed=True, num_stages=2)
-        if element_size == 4:
-            config = replace(config, block_m=32, key_block=32, num_stages=1)
-        if _shared_memory(config, tokens, dim, element_size, backward) > limit:
-            config = replace(config, num_stages=1)
+    """Tiling for a shape on a chip: keys on chip where registers and shared memory allow, else streamed."""
+    limit = shared_memory_limit(compute_capability)
+    config = _resident(groups, tokens, heads, dim, q_stride, element_size, num_multiprocessors, backward)
+    if config is not None and shared_memory(config, tokens, dim, element_size, backward) <= limit:
+        return config
+    config = AttentionConfig(streamed=True, num_stages=2)
+    if element_size == 4:
+        config = replace(config, block_m=32, key_block=32, num_stages=1)
+    if shared_memory(config, tokens, dim, element_size, backward) > limit:
+        config = replace(config, num_stages=1)
     return config
 
 
@@ -126,7 +129,7 @@ def _resident(
     dim: int,
     q_stride: int,
     element_size: int,
-    multiprocessors: int,
+    num_multiprocessors: int,
     backward: bool,
 ) -> AttentionConfig | None:
     """Tiling that keeps all keys on chip, or None where that would spill registers on Hopper."""
@@ -134,14 +137,16 @@ def _resident(
     if element_size == 4:  # fp32 products are loops of FMA over registers: small tiles only
         return AttentionConfig(block_m=power_of_two(queries)) if tokens <= 32 else None
     if tokens <= 64:
-        windows = _packed(tokens, groups, heads, multiprocessors)
-        block_m = power_of_two(windows * queries)
-        num_warps = 4 if windows * tokens > 32 else max(1, power_of_two(windows * tokens) // 16)
-        return AttentionConfig(windows=windows, block_m=block_m, num_warps=num_warps)
+        windows = _packed(tokens, groups, heads, num_multiprocessors)
+        rows = windows * queries
+        # Blocks of 16 pooled rows go through the older mma; head dims with a tail of 16 spill there (72: 8
+        # bytes).
+        block_m = 64 if q_stride > 1 and rows <= 64 and dim % 32 and tokens > 8 else power_of_two(rows)
+        return AttentionConfig(windows=windows, block_m=block_m, num_warps=4 if windows * tokens > 32 else 2)
     if tokens <= 128:
         if not backward:
             return AttentionConfig(block_m=min(64, power_of_two(queries)), key_block=128, max_registers=128)
         return AttentionConfig(block_m=power_of_two(queries), num_warps=8 if queries > 64 else 4)
-    if tokens <= 256 and dim <= 32 or not backward and tokens <= 256 and dim <= 64:
+    if tokens <= (208 if backward else 256) and dim <= (32 if backward else 64):
         return AttentionConfig(block_m=min(64, power_of_two(queries)), key_block=64 if backward else 128)
     return None

@@ -1,10 +1,12 @@
 """Attention over sequences too long to keep on chip: loops over blocks of keys, online softmax.
 
-Shapes as in attention.py (qkv [G, T, 3, H, D], lse [G, H, T // q_stride] in log2). Forward and the dq kernel take one
-block of queries of one head and loop over its keys; the dk, dv kernel takes one block of keys and loops over the
-queries. Every gradient element has one writer: no atomics. S is computed three times in all, so past a thousand
-tokens a kernel with saved statistics and atomics (flash) is the better choice; see `can_run` in attention.py.
+Shapes as in attention.py (qkv [G, T, 3, H, D], lse [G, H, T // q_stride] in log2). Forward and the dq kernel
+take one block of queries of one head and loop over its keys; the dk, dv kernel takes one block of keys and
+loops over the queries. Every gradient element has one writer: no atomics. S is computed three times in all,
+so past a thousand tokens a kernel with saved statistics and atomics (flash) is the better choice; see
+`can_run` in attention.py.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ def long_backward_queries(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq of one block of queries, delta [G, H, TQ] = rowsum(o∘do), and the block's row of partial [.., 2, H, D]."""
+    """dq of one block of queries, delta [G, H, TQ] = rowsum(o∘do), and the block's row of partial [.., 2, H,
+    D]."""
     STRIDE: tl.constexpr = 3 * H * D
     TQ: tl.constexpr = T // Q_STRIDE
     BLOCKS: tl.constexpr = (TQ + BLOCK_M - 1) // BLOCK_M
@@ -160,7 +163,8 @@ def long_backward_keys(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dk and dv of one block of keys; Pᵀ and dSᵀ [BLOCK_N, BLOCK_M], so that both feed their products from registers."""
+    """dk and dv of one block of keys; Pᵀ and dSᵀ [BLOCK_N, BLOCK_M], so that both feed their products from
+    registers."""
     STRIDE: tl.constexpr = 3 * H * D
     TQ: tl.constexpr = T // Q_STRIDE
     BLOCKS: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N

@@ -2,8 +2,8 @@
 
 Shapes: qkv is [G, T, 3, H, D], the packed output of the qkv projection for G windows of T tokens in z-order;
 the output is [G, T // q_stride, H * D]. With q_stride > 1 the queries are the maxima over groups of q_stride
-consecutive tokens, as in FAIR's MaskUnitAttention (Hiera, https://arxiv.org/abs/2306.00989); the first maximal
-token of a group wins a tie and alone receives the gradient.
+consecutive tokens, as in FAIR's MaskUnitAttention (Hiera, https://arxiv.org/abs/2306.00989); the first
+maximal token of a group wins a tie and alone receives the gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 def pool_queries(q: Tensor, q_stride: int) -> tuple[Tensor, Tensor]:
     """Max-pool queries [G, T, H, D] over consecutive tokens.
 
-    Returns the pooled queries [G, T // q_stride, H, D] and the winning token of each group, int64 of that shape.
+    Returns the pooled queries [G, T // q_stride, H, D] and the winning token of each group, int64 of that
+    shape.
     """
     groups, tokens, heads, dim = q.shape
     grouped = q.reshape(groups, tokens // q_stride, q_stride, heads, dim)
@@ -39,8 +40,8 @@ def attention_forward_reference(qkv: Tensor, q_stride: int = 1) -> Tensor:
 def attention_backward_reference(grad_o: Tensor, qkv: Tensor, q_stride: int = 1) -> tuple[Tensor, Tensor]:
     """Gradient of `attention_forward_reference`: (dqkv like qkv, dbias [3 * H * D] = column sums of dqkv).
 
-    The column sums are the gradient of the qkv projection's bias; fp32, or fp64 for fp64 input. Their k part is
-    zero but for rounding, since a shift of all keys does not change the softmax.
+    The column sums are the gradient of the qkv projection's bias; fp32, or fp64 for fp64 input. Their k part
+    is zero but for rounding, since a shift of all keys does not change the softmax.
     """
     with torch.enable_grad():
         leaf = qkv.detach().requires_grad_()
