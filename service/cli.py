@@ -16,12 +16,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from service.cluster.commands import add_commands
 from service.errors import EXIT_FINISHED, UserError
 
 PROGRAM = "hiera-train"
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it. A run that is interrupted exits as the launcher says instead."""
-_COMMANDS = ("run", "config", "reconstruct", "export")
+_COMMANDS = ("run", "config", "reconstruct", "export", "render")
 
 _USAGE = """\
 %(prog)s [run] --config FILE [--set SECTION.FIELD=VALUE ...] [--dry-run]
@@ -34,6 +35,7 @@ examples:
   hiera-train config show --config base                      every setting, resolved
   hiera-train reconstruct runs/quickstart                    pictures: original, masked, reconstructed
   hiera-train export runs/quickstart --to hiera.safetensors  weights for FAIR's own classes
+  hiera-train render slurm --config base --nodes 4           the batch script of a run on four nodes
 
 exit codes: 0 finished, 75 stopped on request (the same command resumes), 78 wrong configuration or input,
 70 training failed for good (e.g. non-finite loss), 1 any other failure (a retry may help).
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_reconstruct(commands)
     _add_export(commands)
+    add_commands(commands, _add_command, _add_config_options)
     return parser
 
 

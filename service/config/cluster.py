@@ -40,7 +40,7 @@ class SlurmSection(Section):
     """What sbatch and srun are asked for; null leaves an option out, so that the site's default holds."""
 
     time: Annotated[str, Field(pattern=SLURM_TIME)] | None = "24:00:00"
-    """Time limit as Slurm writes it: minutes, hours:minutes:seconds or days-hours; the job resumes after it."""
+    """Time limit, as minutes, hours:minutes:seconds or days-hours; the run resumes after it."""
     partition: OneLine | None = None
     """Partition, or several with commas."""
     account: OneLine | None = None
@@ -68,7 +68,8 @@ class SlurmSection(Section):
     container: Literal["none", "pyxis", "apptainer"] = "none"
     """Container runtime that runs cluster.image on the nodes."""
     mounts: tuple[OneLine, ...] = ()
-    """Directories in the container: source:target or source:target:ro; the run directory is always there."""
+    """Directories in the container: source:target or source:target:ro; the directory of submission, the run
+    directory, the logs and the data are always there."""
     signal_seconds: int = Field(default=180, gt=0, le=65535)
     """Seconds before the time limit at which the run has to save and stop; Slurm may be a minute early."""
     max_requeues: int = Field(default=100, ge=0)
@@ -76,7 +77,7 @@ class SlurmSection(Section):
     max_failures: int = Field(default=3, ge=0)
     """Times that a job goes back into the queue after a failure that a retry may cure, e.g. a lost node."""
     log_dir: ExpandedPath | None = None
-    """Directory of the nodes' logs, on a shared file system; null: logs in the run directory."""
+    """Directory of the jobs' logs, on a shared file system; null: logs in the directory of submission."""
 
     @field_validator("extra")
     @classmethod
@@ -191,7 +192,7 @@ class ClusterSection(Section):
     gpus_per_node: int | None = Field(default=None, ge=0)
     """GPUs a node; 0: none, the run is on CPUs. Null: the preset's of cluster.node_type, or 8."""
     node_type: Literal["h100-8", "gh200-4"] | None = None
-    """Preset of a node, eight H100 or four GH200: GPUs, cores, memory and architecture where they are null."""
+    """Preset of a node, eight H100 or four GH200: GPUs, cores, memory, architecture where null."""
     network: Literal["infiniband", "efa", "slingshot", "tcp"] | None = None
     """Preset of the network between nodes, variables of NCCL and libfabric; null: NCCL finds out itself."""
     image: OneLine | None = None

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
+_VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{([^}]*)\})")
 
 
 class Section(BaseModel):
@@ -31,7 +31,7 @@ def subsection(section: type[BaseModel], name: str) -> type[Section] | None:
 
 
 def expand_path(value: Any) -> Any:
-    """`~`, `~user`, `$VAR` and `${VAR}` of a path replaced, once; ValueError if one is not set.
+    """`~`, `~user`, `$VAR` and `${VAR}` of a path replaced, once; ValueError if one is not set; `$$` is `$`.
 
     A value that is not text is returned as it is, for pydantic to judge.
     """
@@ -43,7 +43,9 @@ def expand_path(value: Any) -> Any:
         raise ValueError("a path cannot hold a NUL character")
 
     def variable(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
+        if match[1]:
+            return "$"
+        name = match[2] or match[3]
         if not os.environ.get(name):
             raise ValueError(f"environment variable ${name} is not set or empty")
         return os.environ[name]
@@ -55,7 +57,14 @@ def expand_path(value: Any) -> Any:
     return _VARIABLE.sub(variable, head)
 
 
-ExpandedPath = Annotated[Path, BeforeValidator(expand_path)]
+def _unexpanded(path: Path) -> str:
+    """Text that expands to this path: what a dumped configuration says is read back as the same."""
+    return str(path).replace("$", "$$")
+
+
+ExpandedPath = Annotated[
+    Path, BeforeValidator(expand_path), PlainSerializer(_unexpanded, return_type=str, when_used="json")
+]
 """A path in which `~` and environment variables are expanded."""
 
 Positive = Annotated[int, Field(gt=0)]

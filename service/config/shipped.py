@@ -33,6 +33,8 @@ def shipped_configs() -> dict[str, Path]:
 
 def find_config(source: str | Path, beside: Path | None = None) -> Path:
     """The file that `source` means: as given (from `beside`), else shipped; .yaml may be left out."""
+    if beside is None and os.path.isfile(source):  # a name may hold `$`
+        return Path(source)
     given = Path(os.path.expandvars(os.path.expanduser(str(source))))
     for suffix in _SUFFIXES:
         path = (beside or Path()) / (str(given) + suffix)

