@@ -215,18 +215,16 @@ def encode(model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: 
     """Encoder of the MAE with fusion and final norm: latent [B, L, S, C], S tokens in Z-order."""
     tokens = embed_kept(model, geom, x.to(embed_dtype(model, x)), mask, keep_idx)
     taps = (*geom.stage_ends[: geom.q_pool], geom.stage_ends[-1])
-    features = run_blocks(
-        model.blocks, tokens, state_of(model).encoder_backends, taps, recomputed_blocks(model)
-    )
+    features = run_blocks(model.blocks, tokens, state_of(model).encoder_backends, taps, recomputed_blocks(model))
     latent: Tensor = model.encoder_norm(fuse(model, geom, features))
     return latent
 
 
 def embed_dtype(model: FairModel, x: Tensor) -> torch.dtype:
     """The dtype to embed x in: the weights', so that a float32 input can feed a bfloat16 model."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.dtype
     weight: Tensor = model.patch_embed.proj.weight
+    if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return x.dtype
     return weight.dtype
 
 
@@ -261,9 +259,7 @@ def classify(
     else:
         tokens = embed_kept(model, geom, x, mask, keep_idx)
     taps = geom.stage_ends if features else geom.stage_ends[-1:]
-    outputs = run_blocks(
-        model.blocks, tokens, state_of(model).encoder_backends, taps, recomputed_blocks(model)
-    )
+    outputs = run_blocks(model.blocks, tokens, state_of(model).encoder_backends, taps, recomputed_blocks(model))
     last = outputs[-1]
     if mask is None:
         result: Tensor = model.head(model.norm(last.flatten(1, 2).mean(dim=1)))

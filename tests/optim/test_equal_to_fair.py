@@ -82,9 +82,7 @@ def test_our_drop_path_and_mlp_are_timms(recwarn: pytest.WarningsRecorder) -> No
     assert torch.equal(ours(x), theirs(x))
 
 
-def against_float64(
-    name: str, prepare, context, x_dtype: torch.dtype, seed: int
-) -> tuple[Outcome, Outcome, Outcome]:
+def against_float64(name: str, prepare, context, x_dtype: torch.dtype, seed: int) -> tuple[Outcome, Outcome, Outcome]:
     """(ours, FAIR's, FAIR's in float64) on the same weights and input, both rounded as `prepare` does."""
     model = prepare(mae(name))
     x = batch_for(model, 3, seed=seed).to(x_dtype)
@@ -171,9 +169,7 @@ def test_ties_of_the_pooling_send_the_gradient_where_fair_sends_it(monkeypatch: 
     expected = pos_gradient(fairs())
     assert distance(pos_gradient(ours), expected) < 1e-5
     # amax spreads the gradient over a tie: this test would see it.
-    monkeypatch.setattr(
-        encoder, "pool_max", lambda t, dim, stride: t.unflatten(dim, (-1, stride)).amax(dim + 1)
-    )
+    monkeypatch.setattr(encoder, "pool_max", lambda t, dim, stride: t.unflatten(dim, (-1, stride)).amax(dim + 1))
     spread = run_blocks(model.blocks, embed_all(model, geom, x), (None,) * 5, (4,))[0].flatten(1, 2)
     assert distance(pos_gradient(spread), expected) > 1e-2
 

@@ -34,7 +34,7 @@ class Pretraining(pl.LightningModule):
         super().__init__()
         self.model = optimize(mae(), graph_safe=True, verbose=False)
         if compiled:
-            self.model = torch.compile(self.model, backend="aot_eager", dynamic=False)
+            self.model = torch.compile(self.model, backend="eager", dynamic=False)
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.losses: list[float] = []
 

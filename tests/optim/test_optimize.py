@@ -73,9 +73,7 @@ def test_fairs_classes_are_never_patched() -> None:
 
 def test_one_line_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
     optimize(mae())
-    assert (
-        capsys.readouterr().out == "hiera_optim: MaskedAutoencoderHiera: window-major fast path, 7 blocks\n"
-    )
+    assert capsys.readouterr().out == "hiera_optim: MaskedAutoencoderHiera: window-major fast path, 7 blocks\n"
     optimize(mae(), verbose=False)
     assert capsys.readouterr().out == ""
 

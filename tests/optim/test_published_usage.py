@@ -6,21 +6,25 @@ accumulation, stage checkpointing, backends. Lightning has a file of its own.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import hiera_optim
 from hiera_optim import MAEStepInputs, enable_stage_checkpointing, optimize
 
-from .fair import hiera
+from .fair import hiera, mae
 
 
 def small(**changes):
     torch.manual_seed(0)
-    return hiera.mae_hiera_tiny_224(
-        pretrained=False, in_chans=8, input_size=(64, 64), decoder_depth=1, decoder_embed_dim=32,
-        decoder_num_heads=2, **changes
-    )  # fmt: skip
+    return hiera.mae_hiera_tiny_224(pretrained=False, in_chans=8, input_size=(64, 64), decoder_depth=1, **changes)
+
+
+def tiny(name: str = "image"):
+    """Two stages, for torch.compile, whose tracing is most of a test's time."""
+    return mae(name, stages=(1, 1), mask_unit_size=(2, 2), q_pool=1, decoder_depth=1, input_size=(32, 32))
 
 
 @pytest.fixture(autouse=True)
@@ -30,27 +34,31 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def test_two_lines_and_compile() -> None:
+def test_two_lines() -> None:
     model = small()
     optimize(model, verbose=False)
-    model = torch.compile(model, backend="aot_eager", dynamic=False)
     loss, *_ = model(torch.randn(2, 8, 64, 64), mask_ratio=0.6)
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_static_buffers_in_bf16_learn() -> None:
-    model = small().to("cpu", torch.bfloat16)
+def test_static_buffers_in_bf16_learn_under_compile() -> None:
+    model = tiny().to("cpu", torch.bfloat16)
     optimize(model, graph_safe=True, verbose=False)
-    model = torch.compile(model, backend="aot_eager", dynamic=False)
+    model = torch.compile(model, backend="eager", dynamic=False)
     inputs = MAEStepInputs(
-        model._orig_mod, batch_size=2, in_chans=8, input_size=(64, 64), mask_ratio=0.6, device="cpu",
+        model._orig_mod,
+        batch_size=2,
+        in_chans=3,
+        input_size=(32, 32),
+        mask_ratio=0.6,
+        device="cpu",
         dtype=torch.bfloat16,
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    batch = torch.randn(2, 8, 1, 1).expand(2, 8, 64, 64) * torch.linspace(-1, 1, 64)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    batch = torch.linspace(-1, 1, 32).expand(2, 3, 32, 32)
     losses = []
-    for _ in range(8):
+    for _ in range(30):
         inputs.x.copy_(batch)
         inputs.refresh_mask()
         out = model(inputs.x, mask_ratio=0.6, mask=inputs.mask, keep_idx=inputs.keep_idx)
@@ -58,20 +66,19 @@ def test_static_buffers_in_bf16_learn() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(out[0].item())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_accumulation_with_muon() -> None:
     """What the published package calls broken: several backward passes, then one step of two optimizers."""
-    model = optimize(small(), graph_safe=True, verbose=False)
+    model = optimize(tiny(), graph_safe=True, verbose=False)
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)]
-    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     before = [p.clone() for p in matrices]
     for _ in range(3):
-        (compiled(torch.randn(2, 8, 64, 64))[0] / 3).backward()
+        (model(torch.randn(2, 3, 32, 32))[0] / 3).backward()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -88,19 +95,20 @@ def test_optional_levers(backend: str) -> None:
 
 @pytest.mark.parametrize("q_pool", [1, 2, 3])
 @pytest.mark.parametrize("variant", ["tiny", "small", "base", "base_plus", "large", "huge"])
-def test_every_variant_and_pooling_is_recognised(variant: str, q_pool: int) -> None:
+def test_every_variant_and_pooling_is_recognised(variant: str, q_pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes only: the real ones are compared with FAIR on a GPU."""
     stages = {"tiny": (1, 2, 7, 2), "small": (1, 2, 11, 2), "large": (2, 6, 36, 4), "huge": (2, 6, 36, 4)}
     width = {"base_plus": (112, 2), "large": (144, 2), "huge": (256, 4)}.get(variant, (96, 1))
+    # FAIR reads the drop-path rates' values while it builds, which meta tensors do not have.
+    monkeypatch.setattr(torch, "linspace", partial(torch.linspace, device="cpu"))
     with torch.device("meta"):
         model = hiera.MaskedAutoencoderHiera(
             embed_dim=width[0], num_heads=width[1], stages=stages.get(variant, (2, 3, 16, 3)), q_pool=q_pool
         )
+        keep_idx = torch.zeros(2, 19, dtype=torch.int64)
+        x = torch.empty(2, 3, 224, 224)
     optimize(model, verbose=False)
-    loss, pred, _, mask = model(
-        torch.empty(2, 3, 224, 224, device="meta"),
-        keep_idx=torch.zeros(2, 19, dtype=torch.int64, device="meta"),
-    )
+    loss, pred, _, mask = model(x, keep_idx=keep_idx)
     assert loss.shape == ()
     assert pred.shape[0] == 2 * 30 * 4 ** (3 - q_pool)
     assert mask.shape == (2, 49)
