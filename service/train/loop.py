@@ -123,7 +123,7 @@ def train(
             step += 1
             log.record(step, output)
             pacer.wait()
-            report.step_done()
+            report.step_done(step)
             if step == run.first_step + 1:
                 pacer.drain()
                 report.first_step(time.perf_counter() - began, time.time() - started)

@@ -6,6 +6,7 @@ import errno
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,10 +16,22 @@ from service.errors import TrainingError
 from service.launch import state
 from service.metrics.client import MetricsClient
 from service.train.checkpoint import Saved, checkpoint_path, list_checkpoints, read_meta
+from service.train.compiling import CompileWatch
 from service.train.evaluate import Validation
 from service.train.flops import peak_flops, training_flops
 from service.train.prepare import Run, make_stream
 from service.train.progress import Console, MetricsLog, StepRow, StepValues
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Time between two log events."""
+
+    step: int
+    """The later event's."""
+    samples_per_second: float
+    """Of the whole run; nan when no step but the first, which compiles, lies between."""
+    data_wait_seconds: float
 
 
 class Reporter:
@@ -36,10 +49,12 @@ class Reporter:
         device = run.workers.device
         self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._flops = training_flops(run.config.model)
-        self._boundary = self._logged = time.perf_counter()
-        self._logged_step = run.first_step
-        self._paused = 0.0
-        self._waited = self._sent_wait = 0.0
+        # Before the first step, which compiles. Without a GPU no kernel runs, and Triton need not be imported.
+        self._compiled = CompileWatch().install() if device.type == "cuda" else CompileWatch()
+        self._sent_hits = self._sent_misses = 0
+        self._boundary = self._marked = time.perf_counter()
+        self._marked_step = run.first_step
+        self._paused = self._waited = 0.0
         self._bad_files = 0
         self._log_failed = False
 
@@ -49,11 +64,13 @@ class Reporter:
         """
         return step == self._run.first_step and bool(self._validated)
 
-    def step_done(self) -> None:
+    def step_done(self, step: int) -> None:
         """A step boundary: counts samples and times the step, without asking the device anything."""
         now = time.perf_counter()
         self._metrics.observe("step_seconds", now - self._boundary)
         self._metrics.add("samples_total", self._share)
+        if self._log is not None:
+            self._metrics.set("step", step)
         self._boundary = now
         self._console.advance()
 
@@ -69,31 +86,40 @@ class Reporter:
         """How long the first step took, with compilation and capture, and how long all took until its end."""
         if self._run.workers.device.type == "cuda":
             self._metrics.set("compile_seconds", seconds)
+        self._compilations()
         if self._run.workers.rank == 0:
             self._metrics.set("time_to_first_step_seconds", since_start)
-        self._logged, self._paused, self._logged_step = time.perf_counter(), 0.0, self._run.first_step + 1
+        self._marked, self._paused, self._marked_step = time.perf_counter(), 0.0, self._run.first_step + 1
 
-    def steps(self, step: int, rows: Sequence[StepRow]) -> None:
-        """A log event after `step`; `rows` are the steps since the last one, of which the mean loss is
-        reported.
-        """
-        run, now = self._run, time.perf_counter()
-        seconds = max(1e-9, now - self._logged - self._paused)
+    def _compilations(self) -> None:
+        hits, misses = self._compiled.hits, self._compiled.misses
+        self._metrics.add("compile_cache_hits_total", hits - self._sent_hits)
+        self._metrics.add("compile_cache_misses_total", misses - self._sent_misses)
+        self._sent_hits, self._sent_misses = hits, misses
+
+    def interval(self, step: int) -> Interval:
+        """What the clocks say at a log event after `step`, since the last one; taken when it is enqueued."""
+        now, waited = time.perf_counter(), self._stream.wait_seconds
+        steps, seconds = step - self._marked_step, max(1e-9, now - self._marked - self._paused)
+        rate = steps * self._run.config.train.global_batch / seconds if steps else math.nan
+        interval = Interval(step, rate, waited - self._waited)
+        self._marked, self._paused, self._marked_step, self._waited = now, 0.0, step, waited
+        return interval
+
+    def steps(self, interval: Interval, rows: Sequence[StepRow]) -> None:
+        """A log event; `rows` are the steps since the last one, of which the mean loss is reported."""
+        run, step, rate = self._run, interval.step, interval.samples_per_second
         batch = run.config.train.global_batch
-        rate = (step - self._logged_step) * batch / seconds if step > self._logged_step else math.nan
-        self._logged, self._paused, self._logged_step = now, 0.0, step
         loss = sum(row.loss for row in rows) / len(rows)
         epoch = step * batch / len(run.train_data)
         eta = (self._total - step) * batch / rate if rate > 0 else math.nan
-        waited = self._stream.wait_seconds
-        self._worker_metrics(rate, waited)
+        self._worker_metrics(interval)
         if self._log is None:
             return
         gauges = {
             "loss": loss,
             "grad_norm": rows[-1].grad_norm,
             "learning_rate": run.schedule(step - 1),
-            "step": step,
             "epoch": epoch,
             "progress_ratio": step / self._total,
         }
@@ -111,17 +137,16 @@ class Reporter:
                 "lr": run.schedule(step - 1),
                 "grad_norm": rows[-1].grad_norm,
                 "samples_per_second": rate,
-                "data_wait_seconds": waited - self._waited,
+                "data_wait_seconds": interval.data_wait_seconds,
                 "time": time.time(),
             }
         )
-        self._waited = waited
         self._console.report(step, loss, rate, eta)
 
-    def _worker_metrics(self, rate: float, waited: float) -> None:
-        metrics, device = self._metrics, self._run.workers.device
-        metrics.add("data_wait_seconds_total", waited - self._sent_wait)
-        self._sent_wait = waited
+    def _worker_metrics(self, interval: Interval) -> None:
+        metrics, device, rate = self._metrics, self._run.workers.device, interval.samples_per_second
+        metrics.add("data_wait_seconds_total", interval.data_wait_seconds)
+        self._compilations()
         bad_files = self._stream.bad_files
         metrics.add("bad_files_total", bad_files - self._bad_files)
         self._bad_files = bad_files
@@ -195,7 +220,7 @@ class StepLog:
         self._rows: list[StepRow] = []
         self._step = run.first_step
         self._received = run.first_step
-        self._marked = 0
+        self._marked: Interval | None = None
         if run.first_step:
             meta = read_meta(checkpoint_path(run.checkpoints, run.first_step))
             self._rows = [StepRow(loss, math.nan, 0.0) for loss in meta["losses_since_log"]]
@@ -213,7 +238,7 @@ class StepLog:
     def mark(self, step: int) -> None:
         """Makes the steps up to `step`, the newest, a log event: their values go to the host."""
         self._values.send()
-        self._marked = step
+        self._marked = self._report.interval(step)
 
     def settle(self) -> None:
         """Receives what is on its way and reports the log event that was marked.
@@ -227,9 +252,9 @@ class StepLog:
             if not row.finite:
                 self._fail(self._received, row, sum(not r.finite for r in rows))
         self._rows += rows
-        if self._marked:
+        if self._marked is not None:
             self._report.steps(self._marked, self._rows)
-            self._rows, self._marked = [], 0
+            self._rows, self._marked = [], None
 
     def flush(self) -> None:
         """As `settle`, for all steps up to the newest; waits for the device."""

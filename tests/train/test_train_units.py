@@ -15,6 +15,7 @@ from service.config.schema import ModelSection, OptimSection, TrainSection
 from service.data import Stream, open_data, validation
 from service.errors import UserError
 from service.train.checkpoint import write_checkpoint
+from service.train.compiling import CompileWatch
 from service.train.evaluate import trivial_loss
 from service.train.flops import forward_flops, peak_flops, training_flops
 from service.train.model import (
@@ -297,3 +298,15 @@ def test_ranks_and_micro_batches_share_out_the_same_samples():
 
     assert len(held(1)) == 7
     assert held(1) == held(2) == held(3)
+
+
+def test_compilations_are_counted_and_passed_on(monkeypatch):
+    from triton import knobs
+
+    seen = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **details: seen.append(details["cache_hit"]))
+    watch = CompileWatch().install()
+    for hit in (True, False, True):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=hit)
+    assert (watch.hits, watch.misses) == (2, 1)
+    assert seen == [True, False, True]
