@@ -41,9 +41,7 @@ def check_backend(name: object) -> str | None:
     """Return `name` if it is None or one of BACKEND_NAMES, else raise ValueError."""
     if name is None or (isinstance(name, str) and name in _BACKENDS):
         return name
-    raise ValueError(
-        f"unknown sdpa_backend {name!r}: use None, 'auto', {', '.join(map(repr, BACKEND_NAMES))}"
-    )
+    raise ValueError(f"unknown sdpa_backend {name!r}: use None, 'auto', {', '.join(map(repr, BACKEND_NAMES))}")
 
 
 def _backend_context(x: Tensor, backend: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -86,9 +84,7 @@ def pool_max(x: Tensor, dim: int, stride: int) -> Tensor:
     return torch.unflatten(x, dim, (-1, stride)).max(dim=dim + 1).values
 
 
-def packed_attention(
-    qkv: Tensor, pool: int, backend: str | None = None, q_rows: Tensor | None = None
-) -> Tensor:
+def packed_attention(qkv: Tensor, pool: int, backend: str | None = None, q_rows: Tensor | None = None) -> Tensor:
     """Attention inside each group, straight from the packed projection.
 
     qkv [G, T, 3, H, D], tokens in Z-order; queries are max-pooled over the innermost `pool` tokens. q_rows:

@@ -80,9 +80,7 @@ def blocks_of_stages(model: FairModel, stages: Iterable[int]) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def enable_stage_checkpointing(
-    model: nn.Module, stages: Iterable[int] | str = (2,), decoder: bool = False
-) -> int:
+def enable_stage_checkpointing(model: nn.Module, stages: Iterable[int] | str = (2,), decoder: bool = False) -> int:
     """Recompute the activations of these encoder stages in backward, in place; returns the blocks added.
 
     stages: 0-based stage numbers, or "all". decoder: the MAE's decoder blocks too (a classifier has none).

@@ -89,9 +89,7 @@ def find_hiera(module: nn.Module) -> nn.Module:
             return inner
     found = [child for child in module.modules() if why_not_hiera(child) is None]
     if len(found) != 1:
-        raise TypeError(
-            f"{type(module).__name__} holds {len(found)} Hiera models: name the one to train `model`"
-        )
+        raise TypeError(f"{type(module).__name__} holds {len(found)} Hiera models: name the one to train `model`")
     return found[0]
 
 

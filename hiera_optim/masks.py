@@ -96,9 +96,7 @@ def sample_noise(sample_ids: Tensor, count: int, seed: int) -> Tensor:
     return (_sample_hash(sample_ids, count, seed ^ 0x5DEECE66D) >> 8).float() * 2.0**-24
 
 
-def sample_mask(
-    sample_ids: Tensor, num_mask_units: int, num_kept: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def sample_mask(sample_ids: Tensor, num_mask_units: int, num_kept: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Masks that are a pure function of (seed, sample id), the same on every device and rank.
 
     sample_ids: int64 [B]; seed: any int. Returns mask bool [B, M], keep_idx int64 [B, L], drop_idx int64
@@ -118,7 +116,7 @@ def on_host_path() -> bool:
     """True where values may be read on the host: neither compiling nor capturing a CUDA graph."""
     if torch.compiler.is_compiling():
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def check_mask_form(mask: Tensor, batch: int, num_mask_units: int) -> None:
@@ -127,9 +125,7 @@ def check_mask_form(mask: Tensor, batch: int, num_mask_units: int) -> None:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor (True = keep), not {found}")
     if tuple(mask.shape) != (batch, num_mask_units):
-        raise ValueError(
-            f"mask must be [{batch}, {num_mask_units}] (batch, mask units), not {list(mask.shape)}"
-        )
+        raise ValueError(f"mask must be [{batch}, {num_mask_units}] (batch, mask units), not {list(mask.shape)}")
 
 
 def check_mask(mask: Tensor, batch: int, num_mask_units: int) -> int:
@@ -221,9 +217,7 @@ class MAEStepInputs:
         geom = Geometry.from_model(unwrap(model))
         size = tuple(int(n) for n in input_size)
         if (in_chans, *size) != (geom.in_chans, *geom.input_size):
-            raise ValueError(
-                f"the model takes {geom.in_chans} channels of {geom.input_size}, not {in_chans} of {size}"
-            )
+            raise ValueError(f"the model takes {geom.in_chans} channels of {geom.input_size}, not {in_chans} of {size}")
         self.batch_size = batch_size
         self.mask_ratio = mask_ratio
         self.device = device

@@ -3,7 +3,8 @@
 The model's class is exchanged for a cached subclass of it, so isinstance, parameters, state-dict keys,
 deepcopy and pickling stay as they were, and no class of FAIR's is ever patched. Methods that a subclass (or
 the instance) overrides are left alone: the whole fast path is taken only where every method and block
-involved is FAIR's own. Forward hooks on inner modules (a block, an attention) do not fire on the fast path.
+involved is FAIR's own. "FAIR's own" is the last class of FAIR's name among the bases: edits inside an in-tree copy of that class
+cannot be seen and are replaced; put them in a subclass. Forward hooks on inner modules (a block, an attention) do not fire on the fast path.
 """
 
 from __future__ import annotations
@@ -186,9 +187,7 @@ def swap_mask_unit_attention(model: nn.Module, sdpa_backend: BackendHint = None)
     return _swap_attention(model, backends)
 
 
-def _split(
-    model: FairModel, backends: tuple[str | None, ...]
-) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+def _split(model: FairModel, backends: tuple[str | None, ...]) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
     encoder = len(model.blocks)
     return backends[:encoder], backends[encoder:]
 
@@ -222,6 +221,9 @@ def optimize(
     fused_block, fused_mlp, graph_safe: accepted and without effect: the fast path is always safe to capture,
         and its kernels are chosen where they run.
     verbose: print one line that says what was done.
+
+    Under torch.compile(dynamic=False) each batch size, each mask ratio and train or eval mode is one graph, compiled
+    when first met and kept: a last partial batch costs one more compilation, going back to a known shape none.
 
     Raises TypeError if the model is not FAIR's Hiera, and ValueError for sizes that cannot work or an unknown
     backend; the model is then unchanged.

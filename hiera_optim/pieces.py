@@ -33,9 +33,7 @@ def hiera_forward(
     check_input(geom, x)
     if mask is not None or keep_idx is not None:
         if keep_idx is None and not on_host_path():
-            raise ValueError(
-                "under torch.compile a masked classifier needs keep_idx: its length is the shape"
-            )
+            raise ValueError("under torch.compile a masked classifier needs keep_idx: its length is the shape")
         mask, keep_idx, _ = resolve_masks(self, geom, x, 0.0, mask, keep_idx)
     return classify(self, geom, x, mask, keep_idx, return_intermediates)
 
