@@ -44,8 +44,8 @@ def evaluate(
     Returns:
         None when stopped.
     """
-    loss = torch.zeros((), dtype=torch.float64, device=workers.device)
-    trivial, count = 0.0, 0
+    geometry, count = step.geometry, 0
+    loss, trivial = torch.zeros(2, dtype=torch.float64, device=workers.device)
     batches = validation(
         source,
         micro_batch=micro_batch,
@@ -59,16 +59,15 @@ def evaluate(
         if stopping():
             return None
         if real:
-            x, sample_ids = x[:real], sample_ids[:real]
-            loss += step.evaluate(x, sample_ids).double() * real
-            geometry = step.geometry
+            x = x[:real].to(workers.device, non_blocking=True)
+            loss += step.evaluate(x, sample_ids[:real]).double() * real
             trivial += trivial_loss(x, geometry.pred_stride, geometry.frame_stride) * real
             count += real
-    totals = workers.total([float(loss), trivial, float(count)])
+    totals = workers.total([float(loss), float(trivial), float(count)])
     return Validation(totals[0] / totals[2], totals[1] / totals[2], int(totals[2]))
 
 
-def trivial_loss(x: Tensor, patch: int, frame_stride: int) -> float:
+def trivial_loss(x: Tensor, patch: int, frame_stride: int) -> Tensor:
     """Loss of predicting each patch's mean: below 1 only by the unbiased variance and by patches of one
     colour.
 
@@ -80,6 +79,9 @@ def trivial_loss(x: Tensor, patch: int, frame_stride: int) -> float:
         x: [N, C, *size].
         patch: side of a prediction patch (the last two dimensions, or the only one).
         frame_stride: in 3-D only every such frame is predicted.
+
+    Returns:
+        0-d float64 on the device of x.
     """
     if x.ndim == 5:
         x = x[:, :, ::frame_stride].transpose(1, 2).flatten(0, 1)
@@ -89,5 +91,5 @@ def trivial_loss(x: Tensor, patch: int, frame_stride: int) -> float:
     # [N, C, *grid, *patch] -> [N, *grid, C * patch values]
     values = x.movedim(1, 1 + dims).flatten(1 + dims)
     n = values.shape[-1]
-    variance = values.double().var(dim=-1)
-    return float((variance / (variance + 1e-6)).mean()) * (n - 1) / n
+    variance = values.var(dim=-1)
+    return (variance / (variance + 1e-6)).double().mean() * (n - 1) / n

@@ -216,7 +216,8 @@ class StepLog:
 
     def __init__(self, run: Run, report: Reporter) -> None:
         self._run, self._report = run, report
-        self._values = StepValues(run.config.train.log_every, run.workers.device)
+        capacity = min(run.config.train.log_every, run.schedule.total)
+        self._values = StepValues(capacity, run.workers.device)
         self._rows: list[StepRow] = []
         self._step = run.first_step
         self._received = run.first_step

@@ -99,7 +99,7 @@ def test_trivial_loss_is_the_mean_square_of_fairs_labels(section):
     everything = torch.ones(2, math.prod(model.tokens_spatial_shape_final), dtype=torch.bool)
     label = getattr(model, f"get_pixel_label_{len(section.input_size)}d")(x, everything)
     geometry = Geometry.from_model(model)
-    mine = trivial_loss(x, geometry.pred_stride, geometry.frame_stride)
+    mine = float(trivial_loss(x, geometry.pred_stride, geometry.frame_stride))
     assert mine == pytest.approx(float(label.square().mean()), rel=1e-5)
     assert mine < 0.95
 
@@ -108,7 +108,7 @@ def test_trivial_loss_of_signals_is_near_one():
     geometry = Geometry.from_model(build_fair_model(SIGNAL, 0))
     loss = trivial_loss(torch.randn(2, 5, 128), geometry.pred_stride, geometry.frame_stride)
     values = geometry.pred_stride * 5
-    assert loss == pytest.approx((values - 1) / values, rel=1e-4)
+    assert float(loss) == pytest.approx((values - 1) / values, rel=1e-4)
 
 
 def test_metrics_log_drops_what_comes_again_and_half_lines(tmp_path):
