@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, whatever pytest's import mode."""
+"""Makes runs.py importable, whatever pytest's import mode."""
 
 import sys
 from pathlib import Path

@@ -162,7 +162,7 @@ def run_to_end(folder: Path, ranks: int = 1) -> str:
 
 
 def start_torchrun(folder: Path, ranks: int) -> subprocess.Popen[str]:
-    """Starts the run under torchrun, in a session of its own."""
+    """Starts the run under torchrun, in a process group of its own."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HIERA_RUN_DIR": str(folder)}
     environment |= {"HIERA_ATTEMPT": f"torchrun-{time.monotonic_ns()}"}
