@@ -26,6 +26,7 @@ from hiera_optim.ops._launch import (
     require_shape,
 )
 from hiera_optim.ops.attention_blocks import head_dim_blocks, split_blocks, sum_partials
+from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 from hiera_optim.ops.attention_config import (
     DTYPES,
     MAX_TOKENS,
@@ -95,9 +96,7 @@ def _launch_options(config: AttentionConfig) -> dict[str, int]:
     return options
 
 
-def _forward(
-    qkv: Tensor, q_stride: int, with_lse: bool, config: AttentionConfig | None
-) -> tuple[Tensor, Tensor]:
+def _forward(qkv: Tensor, q_stride: int, with_lse: bool, config: AttentionConfig | None) -> tuple[Tensor, Tensor]:
     groups, tokens, heads, dim = _check(qkv, q_stride)
     queries = tokens // q_stride
     if config is None:
@@ -181,6 +180,8 @@ def attention_backward(
     else:
         o, lse = grad_o, dbias  # not read
     blocks = ceil_div(config.windows * queries, config.block_m)
+    if config.windows > 1 and blocks > 1:
+        raise ValueError(f"{config.windows} windows a tile need block_m of at least {config.windows * queries}")
     tiles = ceil_div(groups, config.windows)
     partial = torch.empty(tiles * blocks, 2, heads * dim, dtype=torch.float32, device=qkv.device)
     shape = {"T": tokens, "H": heads, "D": dim, "Q_STRIDE": q_stride, "SCALE": dim**-0.5}
@@ -193,15 +194,17 @@ def attention_backward(
             grad_o, qkv, o, lse, delta, dqkv, partial, **shape, **common, **options
         )
         key_blocks = ceil_div(tokens, config.key_block)
-        long_backward_keys[(groups * heads * key_blocks,)](
-            grad_o, qkv, lse, delta, dqkv, **shape, **common, **options
-        )
+        long_backward_keys[(groups * heads * key_blocks,)](grad_o, qkv, lse, delta, dqkv, **shape, **common, **options)
     else:
         resident_backward[_grid(config, tiles, heads, qkv.device)](
             grad_o, qkv, o, lse, dqkv, partial, groups, tiles, **shape, **common, WINDOWS=config.windows,
             KEYS=split_blocks(config.windows * tokens, config.key_block, config.key_round),
             TILE_STAGES=config.num_stages, **options,
         )  # fmt: skip
+    width = heads * dim
+    later = take_sum(partial, 3 * width, (Segment(0, 0, width), Segment(width, 2 * width, width)))
+    if later is not None:
+        return dqkv, later
     columns = 8 if heads * dim <= 256 else 16
     sum_partials[(ceil_div(3 * heads * dim, columns),)](
         partial, dbias, tiles * blocks, WIDTH=heads * dim, COLUMNS=columns, ROWS=256, num_warps=8

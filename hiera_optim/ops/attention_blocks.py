@@ -112,9 +112,7 @@ def store_keys(
 
 
 @triton.jit
-def load_queries(
-    base, rows, limit, STRIDE: tl.constexpr, DIMS: tl.constexpr, D: tl.constexpr, Q_STRIDE: tl.constexpr
-):
+def load_queries(base, rows, limit, STRIDE: tl.constexpr, DIMS: tl.constexpr, D: tl.constexpr, Q_STRIDE: tl.constexpr):
     """Queries max-pooled over Q_STRIDE consecutive tokens, and the token that won (the first one on a
     tie)."""
     if Q_STRIDE == 1:

@@ -111,11 +111,18 @@ def choose(
 ) -> AttentionConfig:
     """Tiling for a shape on a chip: keys on chip where registers and shared memory allow, else streamed."""
     limit = shared_memory_limit(compute_capability)
+    # Without wgmma or tcgen05 operands sit in registers too: more than 64 tokens spill backward (sm_89: 280 bytes at
+    # 196 x 32, 3.7 KB at 76 x 96).
+    few_registers = compute_capability[0] not in (0, 9, 10)
     config = _resident(groups, tokens, heads, dim, q_stride, element_size, num_multiprocessors, backward)
-    if config is not None and shared_memory(config, tokens, dim, element_size, backward) <= limit:
+    if (
+        config is not None
+        and not (few_registers and backward and tokens > 64)
+        and shared_memory(config, tokens, dim, element_size, backward) <= limit
+    ):
         return config
     config = AttentionConfig(streamed=True, num_stages=2)
-    if element_size == 4:
+    if element_size == 4 or (few_registers and backward and dim > 64):
         config = replace(config, block_m=32, key_block=32, num_stages=1)
     if shared_memory(config, tokens, dim, element_size, backward) > limit:
         config = replace(config, num_stages=1)

@@ -161,9 +161,7 @@ def _backward_rows(
     DTYPE: tl.constexpr = tokens.dtype.element_ty
     q, winners = load_queries(tokens, rows, limit, STRIDE, DIMS, D, Q_STRIDE)
     do = load_rows(upstream, rows, limit, H * D, DIMS, D)
-    e, _, total = softmax_numerators(
-        q, k, rows, SCALE * LOG2_E, T, T // Q_STRIDE, WINDOWS, KEYS, DIMS, PRECISION
-    )
+    e, _, total = softmax_numerators(q, k, rows, SCALE * LOG2_E, T, T // Q_STRIDE, WINDOWS, KEYS, DIMS, PRECISION)
     inverse = 1.0 / total
     p = ()
     for j in tl.static_range(len(KEYS)):
