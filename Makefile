@@ -1,0 +1,79 @@
+# hiera-train: make a virtual environment, try it, test it. `make` lists the targets.
+#
+#   make quickstart ARGS="--set train.steps=100"
+#   make test PYTHON=python3.12 VENV=/tmp/venv JOBS=4
+
+SHELL := /bin/bash
+VENV ?= .venv
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+ARGS ?=
+# The first of these that is new enough makes the environment.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NO_HARDWARE := not gpu and not multigpu and not system
+# One thread a process: the tests are many small ones, run side by side.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+.PHONY: venv
+venv: $(INSTALLED) ## make .venv and install hiera-train with all that the tests need
+
+$(INSTALLED): pyproject.toml setup.py
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install -e ".[dev,quickstart]"
+	@touch $@
+
+.PHONY: quickstart
+quickstart: $(INSTALLED) ## pre-train a small Hiera on real photographs, on the CPU, in minutes
+	$(BIN)/hiera-train --config quickstart $(ARGS)
+	@echo
+	@echo "pictures:     $$(ls -d runs/quickstart/reconstructions/*.png 2>/dev/null | tail -1)  (original, masked, reconstructed)"
+	@echo "metrics:      runs/quickstart/metrics.jsonl"
+	@echo "checkpoints:  runs/quickstart/checkpoints"
+	@echo "Train on your own: $(BIN)/hiera-train --config small --set data.path=FOLDER"
+
+.PHONY: test
+test: $(INSTALLED) ## all tests that need no GPU and no root
+	$(PYTEST) -m "$(NO_HARDWARE)" -n $(JOBS) --dist worksteal --ignore tests/ops tests
+	TRITON_INTERPRET=1 $(PYTEST) -m "$(NO_HARDWARE)" -n $(JOBS) --dist worksteal tests/ops
+
+.PHONY: test-system
+test-system: $(INSTALLED) ## tests that need root and Debian packages (.ci/run installs those)
+	$(PYTEST) -m system tests
+
+.PHONY: test-gpu
+test-gpu: $(INSTALLED) ## tests that need an NVIDIA GPU; those that need two run where there are two
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m "gpu or multigpu" tests
+
+.PHONY: check
+check: $(INSTALLED) ## format, lint, types, imports' direction and the quick tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -m "$(NO_HARDWARE) and not slow" -n $(JOBS) tests/test_repository.py tests/config tests/data
+
+.PHONY: format
+format: $(INSTALLED) ## format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: $(INSTALLED) ## benchmarks against FAIR's Hiera and hiera-optim, on a GPU; ARGS are passed on
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+.PHONY: clean
+clean: ## remove caches and build products; keeps .venv and runs/
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
