@@ -2,9 +2,10 @@
 
 The model's class is exchanged for a cached subclass of it, so isinstance, parameters, state-dict keys,
 deepcopy and pickling stay as they were, and no class of FAIR's is ever patched. Methods that a subclass (or
-the instance) overrides are left alone: the whole fast path is taken only where every method and block
-involved is FAIR's own. "FAIR's own" is the last class of FAIR's name among the bases: edits inside an in-tree copy of that class
-cannot be seen and are replaced; put them in a subclass. Forward hooks on inner modules (a block, an attention) do not fire on the fast path.
+the instance) overrides are left alone: the whole fast path is taken only where every method and block involved
+is FAIR's own, that is, from the last class of FAIR's name among the bases. Edits inside an in-tree copy of such
+a class cannot be seen and are replaced: put them in a subclass. Forward hooks on inner modules (a block, an
+attention) do not fire on the fast path.
 """
 
 from __future__ import annotations
