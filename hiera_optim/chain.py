@@ -109,7 +109,10 @@ class GradientWriter(Protocol):
         """A Linear's weight: its gradient is grad_out.T @ x."""
 
     def vector(self, at: int, grad: Tensor) -> None:
-        """A bias or a norm's weight, summed in fp32."""
+        """A bias or a norm's weight, summed in fp32; its values may be there only when `finish` is called."""
+
+    def finish(self) -> None:
+        """All gradients have been given, and their values are there."""
 
 
 class Collected:
@@ -117,14 +120,19 @@ class Collected:
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._dtypes = [p.dtype for p in parameters]
+        self._vectors: list[tuple[int, Tensor]] = []
         self.gradients: list[Tensor] = list(parameters)
 
     def weight(self, at: int, grad_out: Tensor, x: Tensor) -> None:
         self.gradients[at] = torch.mm(grad_out.t(), x)
 
     def vector(self, at: int, grad: Tensor) -> None:
-        # sums come as rows of one tensor, and an operator may not return tensors that share memory
-        self.gradients[at] = grad.to(self._dtypes[at], copy=True)
+        self._vectors.append((at, grad))
+
+    def finish(self) -> None:
+        """Copies the vectors: they share memory, and an operator may not return tensors that do."""
+        for at, grad in self._vectors:
+            self.gradients[at] = grad.to(self._dtypes[at], copy=True)
 
 
 class Direct:

@@ -36,7 +36,7 @@ class StepOutput:
     grad_norm: Tensor
     """L2 norm of the averaged gradient before clipping (fp32)."""
     nonfinite: Tensor
-    """1.0 if this rank's own loss was not finite or the norm is not, else 0.0 (fp32)."""
+    """1.0 if this rank's own loss was not finite, else 0.0 (fp32)."""
 
 
 class TrainStep:
@@ -173,10 +173,9 @@ class TrainStep:
             self._backward()
         optimizer, world = self.optimizer, self._reducer.world_size
         norm = optimizer.grad_norm() / world
-        local_bad = (~torch.isfinite(self._loss_sum)).float()
+        self._report[2] = (~torch.isfinite(self._loss_sum)).float()
         self._report[0] = self._reducer.mean(self._loss_sum)
         self._report[1] = norm
-        self._report[2] = torch.maximum(local_bad, (~torch.isfinite(norm)).float())
         self._grad_scale.fill_(1 / world)
         if self.clip_grad_norm is not None:
             # torch.nn.utils.clip_grad_norm_'s coefficient: max_norm / (norm + 1e-6), at most 1
@@ -187,7 +186,7 @@ class TrainStep:
     def _loss(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """Loss of one batch with the masks of its sample ids: 0-d fp32."""
         geometry, model = self.geometry, self.model
-        kept = geometry.num_kept(self.mask_ratio)
+        kept = geometry.num_kept_for_loss(self.mask_ratio)
         units = geometry.num_mask_units
         if self._kernels:
             mask, keep_idx, drop_idx, *slots = self._sample_masks(sample_ids, units, kept, self.seed)

@@ -183,7 +183,7 @@ def attention_backward(
     if config.windows > 1 and blocks > 1:
         raise ValueError(f"{config.windows} windows a tile need block_m of at least {config.windows * queries}")
     tiles = ceil_div(groups, config.windows)
-    partial = torch.empty(tiles * blocks, 2, heads * dim, dtype=torch.float32, device=qkv.device)
+    partial = new_partials(tiles * blocks, 2, heads * dim, device=qkv.device)
     shape = {"T": tokens, "H": heads, "D": dim, "Q_STRIDE": q_stride, "SCALE": dim**-0.5}
     common = {"BLOCK_M": config.block_m, "DIMS": head_dim_blocks(dim), "PRECISION": _precision(qkv)}
     options = _launch_options(config)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 from hiera_optim.ops._launch import ceil_div, multiprocessors, require_contiguous, require_shape
 
 __all__ = ["column_sum", "column_sum_reference", "multiply_and_column_sum", "sum_partials"]
@@ -69,9 +70,12 @@ def _column_sum_kernel(
 
 
 def sum_partials(partials: torch.Tensor) -> torch.Tensor:
-    """Add partial sums: fp32 [P, ...] -> fp32 [...], in a fixed order."""
+    """Add partial sums: fp32 [P, ...] -> fp32 [...], in a fixed order; inside `batched_sums`, when that ends."""
     require_contiguous(partials=partials)
     num_partials, width = partials.shape[0], partials[0].numel()
+    later = take_sum(partials, width, (Segment(0, 0, width),))
+    if later is not None:
+        return later.view(partials.shape[1:])
     out = torch.empty(partials.shape[1:], dtype=torch.float32, device=partials.device)
     # One 32-byte sector a row where the sums are few (all loads in flight at once), wider where there are
     # many.
@@ -109,7 +113,7 @@ def _launch(
     column_blocks = ceil_div(columns, block_c)
     wanted = programs_per_multiprocessor * multiprocessors(x.device) // column_blocks
     row_programs = min(max(1, wanted), ceil_div(num_rows, block_rows))
-    partials = torch.empty(row_programs, columns, dtype=torch.float32, device=x.device)
+    partials = new_partials(row_programs, columns, device=x.device)
     _column_sum_kernel[(column_blocks, row_programs)](
         x,
         x if factor is None else factor,

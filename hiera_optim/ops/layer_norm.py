@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from hiera_optim.ops._launch import ceil_div, multiprocessors, require_contiguous, require_shape
+from hiera_optim.ops.batched_sums import new_partials
 from hiera_optim.ops.column_sum import sum_partials
 
 __all__ = [
@@ -309,7 +310,7 @@ def add_layer_norm_backward(
     programs = _num_programs(num_rows, config, s.device)
     grad_x = torch.empty_like(s)
     grad_delta = torch.empty_like(s, dtype=delta_dtype) if store_delta else None
-    partials = torch.empty(programs, num_sums, columns, dtype=torch.float32, device=s.device)
+    partials = new_partials(programs, num_sums, columns, device=s.device)
     _backward_kernel[(programs,)](
         grad_y,
         grad_y if grad_s is None else grad_s,

@@ -19,6 +19,7 @@ from hiera_optim import chain as ch
 from hiera_optim import tables
 from hiera_optim.chain import BlockSpec, Rows, Saved
 from hiera_optim.ops import layer_norm, mae_loss, patch_embed, units
+from hiera_optim.ops.batched_sums import batched_sums
 from hiera_optim.ops.column_sum import column_sum
 
 custom_op = torch.library.custom_op
@@ -146,7 +147,10 @@ def _run_backward(
         kept = _unflatten(x, saved)
     else:
         kept = ch.chain_forward(x, parameters, blocks, batch, eps, scales, rows)[1]
-    grad_x = ch.chain_backward(grad, parameters, kept, blocks, batch, scales, rows, writer)
+    key = (tuple(specs), grad.shape, batch, grad.dtype, x.dtype, parameters[2].dtype, scales is None, rows is None)
+    with batched_sums(key, grad.device):
+        grad_x = ch.chain_backward(grad, parameters, kept, blocks, batch, scales, rows, writer)
+    writer.finish()
     return grad_x if grad_x.dtype == x.dtype else grad_x.to(x.dtype)
 
 
@@ -171,7 +175,6 @@ def _chain_gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     pointers = [p.data_ptr() for p in parameters]
     writer = ch.Direct([_sink.buffer_of[p] for p in pointers], _sink.accumulate)
     grad_x = _run_backward(grad, x, parameters, saved, *statics, writer)
-    writer.finish()
     _sink.ready(pointers)
     return grad_x, [None] * ctx.count, *nothing
 

@@ -17,6 +17,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hiera_optim.ops._launch import capability, ceil_div, multiprocessors, require_contiguous, require_shape
+from hiera_optim.ops.batched_sums import new_partials
 from hiera_optim.ops.column_sum import sum_partials
 from hiera_optim.ops.linear_gelu_kernels import backward_kernel, forward_kernel
 
@@ -166,7 +167,7 @@ def linear_gelu_backward(
     _check_tma(config, inner, outer, dy)
     dh = torch.empty(num_rows, outer, dtype=dy.dtype, device=dy.device)
     row_tiles = ceil_div(num_rows, config.block_n)
-    partials = torch.empty(row_tiles, outer, dtype=torch.float32, device=dy.device)
+    partials = new_partials(row_tiles, outer, device=dy.device)
     factor_tma = config.tma and not config.early_factor
     arguments: list[object] = [dy, w, gprime, dh]
     if config.tma:

@@ -90,7 +90,7 @@ def test_direct_gradients_and_recompute(recompute: bool) -> None:
         loss.backward()
     for name, p in model.named_parameters():
         if name in want:
-            torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-7, msg=name)
+            torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
     chained = [p.data_ptr() for b in [*model.blocks, *model.decoder_blocks] for p in b.parameters()]
     assert len(ready) == len(set(ready)), "a gradient was announced twice"
     assert set(chained) <= set(ready)
