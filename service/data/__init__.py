@@ -59,8 +59,7 @@ def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[
         )
     if model.in_chans not in (1, 3):
         raise UserError(
-            f"data.kind=images gives 1 or 3 channels, but model.in_chans is {model.in_chans}; "
-            "use data.kind=array"
+            f"data.kind=images gives 1 or 3 channels, but model.in_chans is {model.in_chans}; use data.kind=array"
         )
     size = model.input_size[0], model.input_size[1]
     normalise = Normalise(model.in_chans, data.mean, data.std, full_scale=255.0)
@@ -113,8 +112,7 @@ def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[So
         return ArraySource(rows, normalise), None
     if len(rows) < 2:
         raise UserError(
-            f"data.path: {path} holds one sample, and one is held out for validation; "
-            "add some or set data.val_path"
+            f"data.path: {path} holds one sample, and one is held out for validation; add some or set data.val_path"
         )
     numbers = np.arange(len(rows), dtype=np.int64)
     is_val = held_out(hashing.uniform_floats(hashing.derive(hashing.VALIDATION), numbers), data.val_fraction)

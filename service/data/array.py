@@ -66,9 +66,7 @@ class ArraySource:
 
     bad_files = 0
 
-    def __init__(
-        self, rows: NDArray[Any], normalise: Normalise, chosen: NDArray[np.int64] | None = None
-    ) -> None:
+    def __init__(self, rows: NDArray[Any], normalise: Normalise, chosen: NDArray[np.int64] | None = None) -> None:
         self._rows, self._normalise, self._chosen = rows, normalise, chosen
 
     def __len__(self) -> int:

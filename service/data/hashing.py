@@ -74,9 +74,7 @@ class Draws:
         return low + (high - low) * ((mix_int(self._key + self._count * _GOLDEN) >> 11) * 2.0**-53)
 
 
-def permute(
-    positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64] | np.uint64
-) -> NDArray[np.int64]:
+def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64] | np.uint64) -> NDArray[np.int64]:
     """Where each position in [0, size) goes under the pseudo-random permutation that its key names.
 
     A Feistel network over the next power of two, walked along its cycle until it lands inside [0, size):

@@ -102,8 +102,7 @@ def list_pictures(root: Path, field: str = "data.path") -> list[str]:
 
     def refuse(error: OSError) -> NoReturn:
         raise UserError(
-            f"{field}: cannot list {error.filename}: {error.strerror}; "
-            "make it readable for this user or move it away"
+            f"{field}: cannot list {error.filename}: {error.strerror}; make it readable for this user or move it away"
         )
 
     for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
@@ -122,9 +121,7 @@ def list_pictures(root: Path, field: str = "data.path") -> list[str]:
             if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS:
                 found.append(name if relative == "." else f"{relative}/{name}")
     if not found:
-        raise UserError(
-            f"{field}: no pictures in {root} at any depth; known are {' '.join(sorted(EXTENSIONS))}"
-        )
+        raise UserError(f"{field}: no pictures in {root} at any depth; known are {' '.join(sorted(EXTENSIONS))}")
     return sorted(found)
 
 
@@ -136,8 +133,7 @@ def split_by_name(names: Sequence[str], val_fraction: float, root: Path) -> tupl
     """
     if len(names) < 2:
         raise UserError(
-            f"data.path: only one picture in {root}, and one is held out for validation; "
-            "add some or set data.val_path"
+            f"data.path: only one picture in {root}, and one is held out for validation; add some or set data.val_path"
         )
     chosen = held_out(np.array([hashing.text_fraction(name) for name in names]), val_fraction)
     train = [name for name, is_val in zip(names, chosen, strict=True) if not is_val]

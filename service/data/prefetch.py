@@ -49,9 +49,7 @@ class Prefetcher(Iterator[Batch]):
         pin: put batches in page-locked memory, for asynchronous copies to a GPU.
     """
 
-    def __init__(
-        self, source: Source, plans: Iterator[BatchPlan], *, threads: int, prefetch: int, pin: bool
-    ) -> None:
+    def __init__(self, source: Source, plans: Iterator[BatchPlan], *, threads: int, prefetch: int, pin: bool) -> None:
         self._source, self._plans = source, plans
         self._threads, self._prefetch, self._pin = max(1, threads), max(1, prefetch), pin
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="hiera-data")

@@ -53,8 +53,7 @@ class Stream(Iterator[tuple[torch.Tensor, torch.Tensor]]):
     ) -> None:
         if micro_batch < 1 or global_batch % (world_size * micro_batch):
             raise ValueError(
-                f"global_batch {global_batch} is not a multiple of "
-                f"world_size {world_size} * micro_batch {micro_batch}"
+                f"global_batch {global_batch} is not a multiple of world_size {world_size} * micro_batch {micro_batch}"
             )
         plans = _plans(len(source), global_batch, micro_batch, rank, world_size, start_step, seed, train)
         self._batches = Prefetcher(source, plans, threads=threads, prefetch=prefetch, pin=pin)

@@ -25,9 +25,7 @@ class SyntheticSource:
     def __init__(self, length: int, sample_shape: tuple[int, ...], seed: int) -> None:
         count = max(4, min(64, _POOL_BYTES // (4 * math.prod(sample_shape))))
         self._length = length
-        self._pool = np.stack(
-            [_sample(sample_shape, hashing.derive(hashing.SYNTHETIC, seed, i)) for i in range(count)]
-        )
+        self._pool = np.stack([_sample(sample_shape, hashing.derive(hashing.SYNTHETIC, seed, i)) for i in range(count)])
 
     def __len__(self) -> int:
         return self._length

@@ -170,9 +170,7 @@ def _convert(picture: Image.Image, mode: str) -> Image.Image:
     return picture.convert(mode)
 
 
-def _per_channel(
-    field: str, values: Sequence[float] | None, in_chans: int, default: float
-) -> NDArray[np.float64]:
+def _per_channel(field: str, values: Sequence[float] | None, in_chans: int, default: float) -> NDArray[np.float64]:
     values = (default,) if values is None else values
     if len(values) not in (1, in_chans):
         raise UserError(

@@ -103,9 +103,7 @@ def _enlarge(tile: Pixels) -> Pixels:
     return np.asarray(Image.fromarray(tile).resize(size, Image.Resampling.BICUBIC))
 
 
-def _draw_signal(
-    sample: NDArray[np.float32], made: NDArray[np.float32], mask: NDArray[np.bool_]
-) -> Sequence[Pixels]:
+def _draw_signal(sample: NDArray[np.float32], made: NDArray[np.float32], mask: NDArray[np.bool_]) -> Sequence[Pixels]:
     """Lines, one below the other, a channel each; hidden stretches shaded, what was made in colour."""
     channels, length = min(len(sample), MAX_CHANNELS), sample.shape[1]
     x = np.arange(length) * (_LINE_WIDTH - 1) / max(1, length - 1)

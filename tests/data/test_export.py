@@ -52,20 +52,14 @@ def same(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_pth_goes_through_fairs_loader(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pth_goes_through_fairs_loader(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to = tmp_path / "fair.pth"
     assert export.main(run_dir, to) == 0
     content = torch.load(to, weights_only=True)
     assert list(content) == ["model_state"]
-    monkeypatch.setattr(
-        torch.hub, "load_state_dict_from_url", lambda url, **_: torch.load(url, weights_only=True)
-    )
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **_: torch.load(url, weights_only=True))
     load = pretrained_model({"ours": str(to)}, default="ours")
-    assert same(
-        load(lambda **k: make_model(0, **k))(pretrained=True).state_dict(), make_model(9).state_dict()
-    )
+    assert same(load(lambda **k: make_model(0, **k))(pretrained=True).state_dict(), make_model(9).state_dict())
     # An encoder takes its part: everything but what belongs to the decoder and its own head.
     encoder = load(lambda **k: Hiera(**TINY, **k))(pretrained=True).state_dict()
     whole = make_model(9).state_dict()

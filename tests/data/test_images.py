@@ -217,9 +217,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(data[: len(data) // 2])
 
 
-def test_a_bad_file_is_replaced_counted_and_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_file_is_replaced_counted_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fill(tmp_path, 20)
     shutil.rmtree(tmp_path / "val", ignore_errors=True)
     val = fill(tmp_path.parent / (tmp_path.name + "-val"), 1)

@@ -94,9 +94,9 @@ def test_hidden_is_exactly_what_the_encoder_does_not_see(case: str) -> None:
     """FAIR zeroes masked input before the patch embedding: the same pixels are hidden here."""
     _, geom, x, mask = make(case)
     _, _, hidden = paste(x, torch.zeros(int(hidden_tokens(mask, geom).sum()), geom.pred_features), mask, geom)
-    seen = torch.nn.functional.interpolate(
-        mask.view(3, 1, *geom.mask_units_shape).float(), size=geom.input_size
-    )[:, 0].bool()
+    seen = torch.nn.functional.interpolate(mask.view(3, 1, *geom.mask_units_shape).float(), size=geom.input_size)[
+        :, 0
+    ].bool()
     if geom.spatial_dims == 3:
         seen = seen[:, :: geom.frame_stride]
     assert torch.equal(hidden, ~seen)

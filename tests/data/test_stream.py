@@ -74,9 +74,7 @@ def test_shapes_and_dtypes() -> None:
     assert ids.tolist() == list(range(12))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch"), [(1, 12), (1, 1), (2, 3), (2, 6), (3, 4), (4, 1), (12, 1)]
-)
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 12), (1, 1), (2, 3), (2, 6), (3, 4), (4, 1), (12, 1)])
 def test_ranks_together_read_the_same_global_batches(world_size: int, micro_batch: int) -> None:
     alone_x, alone_ids = take(5)
     by_id = dict(zip(alone_ids.tolist(), alone_x[:, 0, 0].tolist(), strict=True))
@@ -96,9 +94,7 @@ def test_every_sample_once_an_epoch_through_resumes_and_other_world_sizes() -> N
     indices: list[int] = []
     for start_step, steps, world_size in [(0, 1, 1), (1, 2, 2), (3, 1, 4), (4, 4, 2)]:
         for rank in range(world_size):
-            x, _ = take(
-                steps, source=source, start_step=start_step, world_size=world_size, rank=rank, micro_batch=3
-            )
+            x, _ = take(steps, source=source, start_step=start_step, world_size=world_size, rank=rank, micro_batch=3)
             indices += x[:, 0, 0].int().tolist()
     assert Counter(indices[:48]) == Counter(range(48))
     assert Counter(indices) == Counter(dict.fromkeys(range(48), 2))
@@ -142,9 +138,7 @@ def test_number_of_threads_changes_nothing() -> None:
 
 
 def test_batch_must_divide() -> None:
-    with pytest.raises(
-        ValueError, match="global_batch 12 is not a multiple of world_size 2 \\* micro_batch 5"
-    ):
+    with pytest.raises(ValueError, match="global_batch 12 is not a multiple of world_size 2 \\* micro_batch 5"):
         take(1, micro_batch=5, world_size=2)
 
 
@@ -219,9 +213,7 @@ def test_waiting_is_measured() -> None:
     stream.close()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch", "samples"), [(1, 4, 10), (2, 4, 10), (3, 2, 10), (2, 16, 5)]
-)
+@pytest.mark.parametrize(("world_size", "micro_batch", "samples"), [(1, 4, 10), (2, 4, 10), (3, 2, 10), (2, 16, 5)])
 def test_validation_is_fixed_static_and_complete(world_size: int, micro_batch: int, samples: int) -> None:
     source = Recorder(40)
     expected = {int(i) for _, ids, real in batches(source, 1, 0, 1, samples) for i in ids[:real]}
@@ -249,9 +241,7 @@ def test_validation_uses_all_of_a_small_source_once() -> None:
 def batches(
     source: Recorder, micro_batch: int, rank: int, world_size: int, samples: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    return list(
-        validation(source, micro_batch=micro_batch, rank=rank, world_size=world_size, samples=samples)
-    )
+    return list(validation(source, micro_batch=micro_batch, rank=rank, world_size=world_size, samples=samples))
 
 
 def data_threads() -> list[str]:
