@@ -328,15 +328,16 @@ class FlatOptimizer:
     def _update(self, grad: Tensor, grad_scale: Tensor | None, zero_grad: bool) -> None:
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """State as "<slot>.<parameter name>" float32 copies plus "step" (0-d int64), whatever the layout.
+    def state_dict(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """State as "<slot>.<parameter name>" float32 tensors plus "step" (0-d int64), whatever the layout.
 
-        The copies of one slot are views of one tensor, so that taking them costs one copy a slot.
+        The tensors of one slot are views of one copy. copy=False: views of the live state, for a caller that copies
+        them before the next step; it saves device memory of the state's size.
         """
-        state = {"step": self.step_count.clone()}
+        state = {"step": self.step_count.clone() if copy else self.step_count}
         for name, slot in self.slots.items():
-            copy = slot.flat.clone()
-            state.update({f"{name}.{entry.name}": entry.view(copy, slot.base) for entry in slot.entries})
+            flat = slot.flat.clone() if copy else slot.flat
+            state.update({f"{name}.{entry.name}": entry.view(flat, slot.base) for entry in slot.entries})
         return state
 
     @torch.no_grad()
@@ -354,11 +355,11 @@ class FlatOptimizer:
         _copy_strict(targets, state, "optimizer state")
 
     @torch.no_grad()
-    def master_parameters(self) -> dict[str, Tensor]:
-        """The most precise copy of the weights there is: float32, by parameter name."""
+    def master_parameters(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """The most precise weights there are: float32, by parameter name. copy: as in `state_dict`."""
         source = self.params.flat if self.master is None else self.master
-        copy = source.to(torch.float32, copy=True)
-        return {entry.name: entry.view(copy) for entry in self.params.entries}
+        flat = source.to(torch.float32, copy=copy)
+        return {entry.name: entry.view(flat) for entry in self.params.entries}
 
     @torch.no_grad()
     def load_master_parameters(self, parameters: Mapping[str, Tensor]) -> None:

@@ -127,10 +127,10 @@ def build_optimizer(
 
 def checkpoint_tensors(optimizer: FlatOptimizer) -> dict[str, Tensor]:
     """What a checkpoint holds: `model.<name>` and `optim.<slot>.<name>`, whole, whatever the number of
-    ranks.
+    ranks. Views of the live tensors: copy them before the next step.
     """
-    tensors = {f"model.{name}": t for name, t in optimizer.master_parameters().items()}
-    return tensors | {f"optim.{name}": t for name, t in optimizer.state_dict().items()}
+    tensors = {f"model.{name}": t for name, t in optimizer.master_parameters(copy=False).items()}
+    return tensors | {f"optim.{name}": t for name, t in optimizer.state_dict(copy=False).items()}
 
 
 def checkpoint_meta(config: RunConfig, step: int) -> dict[str, Any]:
