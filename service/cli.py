@@ -16,13 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from service.cluster.commands import COMMANDS as CLUSTER_COMMANDS
 from service.cluster.commands import add_commands
 from service.errors import EXIT_FINISHED, UserError
 
 PROGRAM = "hiera-train"
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it. A run that is interrupted exits as the launcher says instead."""
-_COMMANDS = ("run", "config", "reconstruct", "export", "render")
+_COMMANDS = ("run", "config", "reconstruct", "export", *CLUSTER_COMMANDS)
 
 _USAGE = """\
 %(prog)s [run] --config FILE [--set SECTION.FIELD=VALUE ...] [--dry-run]
@@ -36,6 +37,7 @@ examples:
   hiera-train reconstruct runs/quickstart                    pictures: original, masked, reconstructed
   hiera-train export runs/quickstart --to hiera.safetensors  weights for FAIR's own classes
   hiera-train render slurm --config base --nodes 4           the batch script of a run on four nodes
+  hiera-train submit --on slurm --config base --nodes 4      submit it; then status, logs, list, cancel
 
 exit codes: 0 finished, 75 stopped on request (the same command resumes), 78 wrong configuration or input,
 70 training failed for good (e.g. non-finite loss), 1 any other failure (a retry may help).
@@ -132,9 +134,7 @@ def _add_config_options(parser: Any) -> None:
 def _add_run(commands: Any) -> None:
     parser = _add_command(commands, "run", "train, or go on with a run that was stopped (the default)", _run)
     _add_config_options(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, say what would run, and exit"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, and exit")
     nodes = parser.add_argument_group(
         "several nodes",
         "start the same command on every node; what is left out is taken from the variable beside the flag,\n"
@@ -164,9 +164,7 @@ def _add_reconstruct(commands: Any) -> None:
     text = "draw held-out samples of a run: original, masked, reconstructed"
     parser = _add_command(commands, "reconstruct", text, _reconstruct)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory, e.g. runs/quickstart")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="checkpoint of this step; default: the newest whole one"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of this step; default: the newest whole one")
 
 
 def _add_export(commands: Any) -> None:
@@ -174,9 +172,7 @@ def _add_export(commands: Any) -> None:
     parser = _add_command(commands, "export", text, _export)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory, e.g. runs/quickstart")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="FILE.pth or FILE.safetensors")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="checkpoint of this step; default: the newest whole one"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of this step; default: the newest whole one")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The commands for clusters: `hiera-train render`, and its options that other commands share."""
+"""The commands for clusters: render, submit, status, logs, list, cancel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 AddCommand = Callable[[Any, str, str, Callable[[argparse.Namespace], int]], Any]
 AddOptions = Callable[[Any], None]
 RENDERED = ("slurm", "kubernetes")
+COMMANDS = ("render", "submit", "status", "logs", "list", "cancel")
+PLACES = ("slurm", "kubernetes", "docker", "local")
 
 
 def add_commands(commands: Any, add_command: AddCommand, add_config_options: AddOptions) -> None:
@@ -23,6 +25,28 @@ def add_commands(commands: Any, add_command: AddCommand, add_config_options: Add
     parser.add_argument("scheduler", choices=RENDERED, metavar="slurm|kubernetes")
     add_config_options(parser)
     add_job_options(parser)
+
+    parser = add_command(commands, "submit", "submit a run to a cluster, and print its handle", _submit)
+    _add_place(parser)
+    add_config_options(parser)
+    add_job_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be sent, and exit")
+
+    for name, text, run in (
+        ("status", "print the state of a job", _status),
+        ("logs", "print the log of a job's node", _logs),
+        ("cancel", "cancel a job; it saves before it ends, where there is time", _cancel),
+    ):
+        parser = add_command(commands, name, text, run)
+        parser.add_argument("handle", metavar="HANDLE", help="what submit printed")
+        if name == "logs":
+            parser.add_argument("--node", type=int, default=0, metavar="K", help="node, from 0 (0)")
+            parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    _add_place(add_command(commands, "list", "list the jobs on a cluster", _list))
+
+
+def _add_place(parser: Any) -> None:
+    parser.add_argument("--on", required=True, choices=PLACES, metavar="|".join(PLACES))
 
 
 def add_job_options(parser: Any) -> None:
@@ -65,3 +89,43 @@ def render_text(job: Job, scheduler: str) -> str:
 def _render(options: argparse.Namespace) -> int:
     print(render_text(job_of(options), options.scheduler), end="")
     return EXIT_FINISHED
+
+
+def _submit(options: argparse.Namespace) -> int:
+    job = job_of(options)
+    config = job.config
+    if options.on in RENDERED and options.dry_run:
+        print(render_text(job, options.on), end="")
+        return EXIT_FINISHED
+    if options.on == "slurm" and config.data.kind != "synthetic" and config.data.path is None:
+        raise UserError("data.path: null; give the training data with --set data.path=FOLDER")
+    from service.cluster import front
+
+    overrides = tuple(options.overrides)
+    if options.nodes is not None:
+        overrides += (f"cluster.nodes={options.nodes}",)
+    return front.submit(job, options.on, options.config, overrides, dry_run=options.dry_run)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from service.cluster import front
+
+    return front.status(options.handle)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from service.cluster import front
+
+    return front.logs(options.handle, options.node, follow=options.follow)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from service.cluster import front
+
+    return front.list_jobs(options.on)
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    from service.cluster import front
+
+    return front.cancel(options.handle)

@@ -22,12 +22,14 @@ COMMENT = "hiera-train:"
 LOG_DIR = "logs"
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]&|*()!^-]+")
 
-# Runs in each task beside the launcher, in the container where there is one. It notes the launcher's exit
+# Runs in each task beside the launcher, in the container where there is one. It appends to the node's log
+# (srun's --output gives a meaning to % and \ of a path), and notes the launcher's exit
 # code and hides 75 (saved and stopped) from srun, which would kill the nodes that are still saving. Signals
 # reach the whole process group; a shell that traps them waits for its child.
 _TASK = (
     "trap : HUP INT TERM USR1 USR2\n"
-    'logs=$1; shift; "$@"; code=$?\n'
+    'logs=$1; shift; exec >>"$logs/node-$SLURM_NODEID.log" 2>&1\n'
+    '"$@"; code=$?\n'
     'echo "$code" >"$logs/exit-$SLURM_NODEID"\n'
     f"[ $code = {EXIT_STOPPED} ] || exit $code\n"
 )
@@ -236,8 +238,6 @@ def _command(job: Job) -> list[str]:
         "--kill-on-bad-exit=1",
         "--wait=0",
         "--export=ALL",
-        "--open-mode=append",
-        '--output="${logs//%/%%}/node-%n.log"',
     ]
     task = ["bash", "-c", shlex.quote(_TASK), "hiera-train-task", '"$logs"']
     launcher = ["hiera-train", "run", '"${arguments[@]}"']

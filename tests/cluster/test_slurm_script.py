@@ -182,10 +182,12 @@ def test_finished(script):
     assert script.text("arguments").split("\0")[:3] == ["run", "--config", f"{script.work}/logs/7/run.yaml"]
 
 
-def test_percent_signs_of_the_path_are_srun_s_escapes(script):
-    script.run(rendered())
-    (output,) = (x for x in script.text("srun-arguments").split("\0") if x.startswith("--output="))
-    assert output == f"--output={script.work}/logs/7/node-%n.log".replace("%j", "%%j")
+def test_logs_are_appended_a_file_a_node(script):
+    launcher = script.work / "bin/hiera-train"
+    launcher.write_text('#!/bin/bash\necho "out $SLURM_NODEID"; echo err >&2\n')
+    for _ in range(2):
+        assert script.run(rendered())[0] == 0
+    assert script.text("logs/7/node-1.log") == "out 1\nerr\n" * 2
 
 
 def test_arguments_replace_the_configuration(script):
