@@ -39,12 +39,16 @@ def write_weights(weights: Mapping[str, Tensor], to: Path) -> None:
         raise UserError(f"--to: {to} must end in {' or '.join(SUFFIXES)}")
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         if to.suffix == ".pth":
             torch.save({"model_state": dict(weights)}, temporary)
         else:
             save_file(dict(weights), temporary, metadata={"format": "pt"})
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
+        # safetensors makes files that only their owner may read; give them what the umask gives any other.
+        temporary.chmod(mode)
         os.replace(temporary, to)
     # torch and safetensors raise their own kinds when the disk is full or the folder is not there.
     except Exception as error:

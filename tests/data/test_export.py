@@ -75,6 +75,8 @@ def test_safetensors_loads_strictly(run_dir: Path, tmp_path: Path) -> None:
     model.load_state_dict(load_file(to), strict=True)
     assert same(model.state_dict(), make_model(9).state_dict())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "run"]
+    (tmp_path / "other").touch()
+    assert to.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_chosen_step_replaces_the_file(run_dir: Path, tmp_path: Path) -> None:
