@@ -1,7 +1,7 @@
 """One training step of each contender, built the same way for every benchmark.
 
-`ours` is this repository; `fair` is FAIR's model, eager; `hiera-optim` is the PyPI package of that name (0.2.1) in its fastest
-documented setting, imported from a folder of its own (HIERA_OPTIM_DIR) and kept out of this repository.
+`ours` is this repository; `fair` is FAIR's model, eager; `hiera-optim` is the PyPI package of that name (0.2.1) in
+its fastest documented setting, imported from a folder of its own (HIERA_OPTIM_DIR) and kept out of this repository.
 
 hiera-optim 0.2.1 does not recognise PyPI's hiera-transformer: it looks for modules named `models.hiera` and
 `utils.hiera_utils` and reads `model._grad_checkpointing`. It gets stub modules under those names.
@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from hiera_optim.optim import AdamW, FlatOptimizer, Muon, muon_parameters
+from hiera_optim.training import TrainStep
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "tiny": {"embed_dim": 96, "num_heads": 1, "stages": (1, 2, 7, 2)},
@@ -148,23 +151,29 @@ def hiera_optim_step(case: Case) -> Callable[[], Any]:
     return step
 
 
-def our_step(case: Case) -> Callable[[], Any]:
-    """This repository: the whole step in one CUDA graph (without update where the case has no optimizer)."""
-    from hiera_optim.optim import AdamW, Muon
-    from hiera_optim.training import TrainStep
-
+def train_step(case: Case) -> TrainStep:
+    """This repository's captured training step; without the update where the case has no optimizer."""
     model = build_model(case)
     master = case.weights == "master"
-    options = {"lr": 1e-4, "master": master, "fp32_accumulation": case.accumulation > 1}
-    factory: Any = Muon if case.optimizer == "muon" else AdamW
-    optimizer = factory(list(model.named_parameters()), no_decay=(), **options)
+    options: dict[str, Any] = {"lr": 1e-4, "master": master, "fp32_accumulation": case.accumulation > 1}
+    named = list(model.named_parameters())
+    optimizer: FlatOptimizer
+    if case.optimizer == "muon":
+        optimizer = Muon(named, muon=muon_parameters(model), **options)
+    else:
+        optimizer = AdamW(named, **options)
     train = TrainStep(
         model, optimizer, micro_batch=case.batch, accumulation=case.accumulation, mask_ratio=case.mask_ratio,
         precision="bf16", clip_grad_norm=1.0 if master else None, capture=True,
     )  # fmt: skip
     if case.optimizer == "none":
         train._update = train.forward_backward  # type: ignore[method-assign]
-    x = inputs(case)
+    return train
+
+
+def our_step(case: Case) -> Callable[[], Any]:
+    """This repository: the whole step in one CUDA graph."""
+    train, x = train_step(case), inputs(case)
     ids = torch.arange(case.batch, device="cuda")
     train._x.copy_(x)
 

@@ -1,7 +1,7 @@
 """Our loss and gradients against FAIR's model in float64 on the GPU, beside FAIR's own bf16.
 
-No speed is reported by `make bench` unless this passes: the bf16 loss within 5e-3 of float64, and the gradient no further
-from float64 than FAIR's own bf16 gradient is (5 % allowed for noise), over all parameters together.
+No speed is reported by `make bench` unless this passes: the bf16 loss within 5e-3 of float64, and the gradient no
+further from float64 than FAIR's own bf16 gradient is (5 % allowed for noise), over all parameters together.
 """
 
 from __future__ import annotations

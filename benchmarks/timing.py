@@ -1,6 +1,6 @@
 """Times one contender on one case in this process and prints a line of JSON.
 
-    python -m benchmarks.timing ours '{"variant": "base", "batch": 128}'
+python -m benchmarks.timing ours '{"variant": "base", "batch": 128}'
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `torch.autograd` would record some thirty nodes a block; written out, a block is fourteen launches forward and
 twenty-two backward, each bias gradient comes out of a kernel that reads the same data anyway, and residual additions
-ride on the LayerNorm that follows them. GEMMs are cuBLAS through `torch.addmm`/`torch.mm`; everything else is in `hiera_optim.ops`.
+ride on the LayerNorm that follows them. GEMMs are cuBLAS through `torch.addmm`/`torch.mm`; everything else is in
+`hiera_optim.ops`.
 
 Legend: N rows (tokens), G windows (attention sequences), T tokens in a window, C channels, H heads, D head dim,
 F = mlp_ratio * C. A window's tokens are contiguous rows, in Z-order when pooling follows.
@@ -241,9 +242,7 @@ def block_forward(
     if rows is not None:
         o, base = rows.take(o), rows.take(base)
     p = torch.addmm(projb, o, projw.t())
-    s2, y2, mean2, rstd2 = add_layer_norm_forward(
-        base, p, attn_scale, len(p) // batch, n2w, n2b, eps, dtype
-    )
+    s2, y2, mean2, rstd2 = add_layer_norm_forward(base, p, attn_scale, len(p) // batch, n2w, n2b, eps, dtype)
     a, gelu_grad = _linear_gelu(y2, fc1w, fc1b)
     m = torch.addmm(fc2b, a, fc2w.t())
     return s2, m, Saved(s, y, mean, rstd, qkv, lse, o, pool_index, s2, y2, mean2, rstd2, a, gelu_grad)

@@ -79,7 +79,8 @@ def embed(model: FairModel, g: Geometry, x: Tensor, mask: Tensor, keep_idx: Tens
     pos = grid_to_units(
         model.get_pos_embed().view(*g.tokens_shape, -1), 0, g.mask_units_shape, g.q_stride, g.levels
     ).reshape(g.num_mask_units, -1)
-    return ops.add_position(tokens.view(B, L, -1), pos, keep_idx, slot).view(B * L * g.tokens_per_mask_unit, -1)
+    embedded: Tensor = ops.add_position(tokens.view(B, L, -1), pos, keep_idx, slot)
+    return embedded.view(B * L * g.tokens_per_mask_unit, -1)
 
 
 def _fusion_weight(head: FairModel, g: Geometry, levels: int, dtype: torch.dtype) -> Tensor:
@@ -129,9 +130,7 @@ def encode(
     return _norm(model.encoder_norm, latent, dtype)
 
 
-def decode(
-    model: FairModel, g: Geometry, latent: Tensor, drop_idx: Tensor, slot: Tensor, drop_slot: Tensor
-) -> Tensor:
+def decode(model: FairModel, g: Geometry, latent: Tensor, drop_idx: Tensor, slot: Tensor, drop_slot: Tensor) -> Tensor:
     """Predictions of the dropped units' tokens: [B * D * S, F], tokens of a unit in Z-order."""
     dtype = compute_dtype(model)
     B, M = slot.shape
@@ -148,7 +147,8 @@ def decode(
         recompute=bool(getattr(model, "_hiera_checkpoint_decoder", False)), index=drop_idx, slot=drop_slot,
     )  # fmt: skip
     h = _norm(model.decoder_norm, h, dtype)
-    return ops.linear(h, model.decoder_pred.weight.to(dtype), model.decoder_pred.bias.to(dtype))
+    pred: Tensor = ops.linear(h, model.decoder_pred.weight.to(dtype), model.decoder_pred.bias.to(dtype))
+    return pred
 
 
 def mae_loss(

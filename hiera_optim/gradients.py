@@ -20,7 +20,7 @@ from torch import Tensor
 from hiera_optim.optim.flat import Bucket, FlatOptimizer
 
 BUCKET_BYTES = 32 << 20
-"""Small enough that the last bucket, which nothing hides, is short; large enough for NVLink and InfiniBand bandwidth."""
+"""Small enough that the last bucket, which nothing hides, is short; large enough for NVLink's full bandwidth."""
 
 
 class GradientReducer:
@@ -44,7 +44,7 @@ class GradientReducer:
         # by address: a chain's fused backward writes gradients without autograd, and knows only those
         self._bucket_of = {p.data_ptr(): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         parameters = (p for bucket in self._buckets for p in bucket.parameters)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in parameters]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""

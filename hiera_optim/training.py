@@ -99,7 +99,7 @@ class TrainStep:
         self._grad_scale = torch.ones((), device=device)
         self._reducer = GradientReducer(optimizer, process_group=process_group)
         self._kernels = use_kernels(model, self.geometry, device)
-        self._drop_path = any(getattr(b.drop_path, "drop_prob", 0.0) for b in model.blocks)
+        self._drop_path = any(getattr(m, "drop_prob", 0.0) for m in model.modules())
         self._direct: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._kernels:
             # Triton is loaded only where kernels run
@@ -162,7 +162,7 @@ class TrainStep:
         loss = self._loss(self._x, self._ids)
         self._loss_sum += loss.detach() / self.accumulation
         with self._direct():
-            (loss / self.accumulation).backward()
+            torch.autograd.backward(loss / self.accumulation)
 
     def _accumulate(self) -> None:
         self._backward()
@@ -189,12 +189,12 @@ class TrainStep:
         kept = geometry.num_kept_for_loss(self.mask_ratio)
         units = geometry.num_mask_units
         if self._kernels:
-            mask, keep_idx, drop_idx, *slots = self._sample_masks(sample_ids, units, kept, self.seed)
+            mask, keep_idx, drop_idx, slot, drop_slot = self._sample_masks(sample_ids, units, kept, self.seed)
             scales = None
             if self._drop_path and model.training:
                 noise = sample_noise(sample_ids, 2 * len(model.blocks), self.seed)  # type: ignore[arg-type]
                 scales = self._fast.drop_path_scales(self._keep_probabilities, noise.t())
-            return self._fast.mae_loss(model, geometry, x, mask, keep_idx, drop_idx, scales, tuple(slots))[0]
+            return self._fast.mae_loss(model, geometry, x, mask, keep_idx, drop_idx, scales, (slot, drop_slot))[0]
         mask, keep_idx, _ = sample_mask(sample_ids, units, kept, self.seed)
         loss: Tensor = model(x, mask_ratio=self.mask_ratio, mask=mask, keep_idx=keep_idx)[0]
         return loss.float()
@@ -220,7 +220,7 @@ class TrainStep:
     def _record(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warms `body` up on a side stream, undoes what that did to weights and state, and records it."""
         saved = self._snapshot()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):

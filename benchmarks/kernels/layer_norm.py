@@ -97,9 +97,7 @@ def run_shape(rows: int, columns: int, deadline: Deadline) -> None:
     eager = median_us(lambda: torch_layer_norm(x + delta, (columns,), weight, bias, EPS))
     floor = 4 * x.numel() * 2 / BYTES_PER_US
     default = time_of(times, name(forward_config(columns)))
-    print(
-        f"fwd {rows}x{columns}: floor {floor:.1f} torch {eager:.1f} default {default:.1f} | {ranking(times)}"
-    )
+    print(f"fwd {rows}x{columns}: floor {floor:.1f} torch {eager:.1f} default {default:.1f} | {ranking(times)}")
 
     s, _, mean, rstd = add_layer_norm_forward(x, delta, *forward)
     exact_s, exact_mean, exact_rstd = (t[head].double() for t in (s, mean, rstd))
@@ -115,9 +113,7 @@ def run_shape(rows: int, columns: int, deadline: Deadline) -> None:
     )[:4]
 
     def backward_call(r: slice, config: RowConfig) -> tuple[torch.Tensor, ...]:
-        out = add_layer_norm_backward(
-            grad_y[r], grad_s[r], s[r], mean[r], rstd[r], weight, None, 1, config=config
-        )
+        out = add_layer_norm_backward(grad_y[r], grad_s[r], s[r], mean[r], rstd[r], weight, None, 1, config=config)
         return out[:4]  # type: ignore[return-value]
 
     times = sweep(
@@ -143,24 +139,18 @@ def run_shape(rows: int, columns: int, deadline: Deadline) -> None:
 
     eager = median_us(eager_backward)
     default = time_of(times, name(backward_config(columns)))
-    print(
-        f"bwd {rows}x{columns}: floor {floor:.1f} torch {eager:.1f} default {default:.1f} | {ranking(times)}"
-    )
+    print(f"bwd {rows}x{columns}: floor {floor:.1f} torch {eager:.1f} default {default:.1f} | {ranking(times)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=55, help="stop timing alternatives after so long")
     parser.add_argument("--batch", type=int, default=128, help="samples")
-    parser.add_argument(
-        "--all", action="store_true", help="also the row lengths of Large, Huge and Base-plus"
-    )
+    parser.add_argument("--all", action="store_true", help="also the row lengths of Large, Huge and Base-plus")
     options = parser.parse_args()
     deadline = Deadline(options.seconds)
     torch.manual_seed(0)
-    print(
-        "microseconds, median, inputs not in L2; r: rows, w: warps, s: stages, p: programs a multiprocessor"
-    )
+    print("microseconds, median, inputs not in L2; r: rows, w: warps, s: stages, p: programs a multiprocessor")
     for rows, columns in SHAPES + (OTHER_SHAPES if options.all else []):
         run_shape(rows * options.batch, columns, deadline)
 

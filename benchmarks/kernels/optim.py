@@ -50,9 +50,7 @@ def adamw(model: nn.Module, **arguments: Any) -> AdamW:
 
 def muon(model: nn.Module, **arguments: Any) -> Muon:
     no_decay = no_decay_parameters(model)
-    return Muon(
-        model.named_parameters(), muon=muon_parameters(model), lr=1e-4, no_decay=no_decay, **arguments
-    )
+    return Muon(model.named_parameters(), muon=muon_parameters(model), lr=1e-4, no_decay=no_decay, **arguments)
 
 
 def fill_gradients(model: nn.Module) -> None:
@@ -102,9 +100,7 @@ def check_muon() -> float:
         workspace = torch.empty(2 * batch.count * batch.rows**2, device="cuda")
         newton_schulz(batch.view(packed), batch.view(out), workspace)
     decay, factors = optimizer.settings.weight_decay, optimizer.factors
-    apply_reference(
-        weights, expected, out.view(1, -1), optimizer.lr, matrices, plan.placements, factors, decay
-    )
+    apply_reference(weights, expected, out.view(1, -1), optimizer.lr, matrices, plan.placements, factors, decay)
     return relative(optimizer.master[:end] - start, expected - start)
 
 

@@ -1,7 +1,8 @@
 """Adds the partial sums of many kernels in one launch.
 
-Every bias and norm gradient ends in a small kernel that adds up some hundred rows of partial sums: 140 launches of 3 us in
-a Base step. Inside `batched_sums` the producers take their partial sums from one workspace, and one kernel adds all of
+Every bias and norm gradient ends in a small kernel that adds up some hundred rows of partial sums: 140 launches of
+3 us in a Base step. Inside `batched_sums` the producers take
+their partial sums from one workspace, and one kernel adds all of
 them when the context ends; what `sum_partials` returned is filled then, and not to be read before.
 
 The layout of the workspace is learnt the first time a key is used, when every sum still runs by itself.

@@ -78,9 +78,7 @@ def chain(
     scales: Tensor | None, index: Tensor | None, slot: Tensor | None, recompute: bool,
 ) -> list[Tensor]:  # fmt: skip
     """`chain_forward` as an operator: [output, *saved activations]; none are kept when `recompute`."""
-    out, saved = ch.chain_forward(
-        x, parameters, BlockSpec.from_ints(specs), batch, eps, scales, _rows(index, slot)
-    )
+    out, saved = ch.chain_forward(x, parameters, BlockSpec.from_ints(specs), batch, eps, scales, _rows(index, slot))
     return [out] if recompute else [out, *_flatten(saved)]
 
 
@@ -101,7 +99,8 @@ def _(
         mean, rstd = (x.new_empty(n, dtype=torch.float32) for _ in range(2))
         qkv = x.new_empty((n // window, window, 3, spec.heads, c_out // spec.heads), dtype=dtype)
         lse = x.new_empty(
-            ch.lse_shape(n // window, window, spec.heads, c_out // spec.heads, spec.q_stride, dtype), dtype=torch.float32
+            ch.lse_shape(n // window, window, spec.heads, c_out // spec.heads, spec.q_stride, dtype),
+            dtype=torch.float32,
         )
         n //= spec.q_stride
         pooled = spec.projects and spec.q_stride > 1
@@ -255,18 +254,17 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.pointers, ctx.dtype = (weight.data_ptr(), bias.data_ptr()), bias.dtype
+    ctx.save_for_backward(*inputs)
 
 
 def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
+    x, weight, bias = ctx.saved_tensors
     grad = grad.contiguous()
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-    if _sink is None or any(p not in _sink.buffer_of for p in ctx.pointers):
-        return grad_x, *_linear_backward(grad, x, weight, ctx.dtype)
-    pointers = list(ctx.pointers)
+    # addresses exist only where a sink does: a compiler traces this with tensors that have none
+    pointers = [weight.data_ptr(), bias.data_ptr()] if _sink is not None else []
+    if _sink is None or any(p not in _sink.buffer_of for p in pointers):
+        return grad_x, *_linear_backward(grad, x, weight, bias.dtype)
     # a convolution's weight comes flattened
     targets = [_sink.buffer_of[pointers[0]].view_as(weight), _sink.buffer_of[pointers[1]]]
     writer = ch.Direct(targets, _sink.accumulate)
@@ -351,9 +349,7 @@ def _assemble_backward(
 
 
 @_assemble_backward.register_fake
-def _(
-    grad: Tensor, slot: Tensor, kept: int, channels: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, slot: Tensor, kept: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     B, M, E = grad.shape
     return grad.new_empty((B, kept, E)), grad.new_empty(channels, dtype=dtype), grad.new_empty((M, E), dtype=dtype)
 

@@ -7,6 +7,7 @@ convolution is `rows @ weight.flatten(1).T` on 1 - mask_ratio of the tokens.
 Legend: B batch, C channels, M mask units in a sample, L kept units, T tokens in a mask unit, K values in a
 receptive field (padded to a multiple of 8 for the GEMM's alignment).
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 

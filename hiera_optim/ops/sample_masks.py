@@ -1,8 +1,9 @@
-"""All of a step's masks from sample ids in one kernel: `hiera_optim.masks.sample_mask` and what the fused path needs besides.
+"""All of a step's masks from sample ids in one kernel: `masks.sample_mask` and what the fused path needs besides.
 
-The plain path takes some seventy small kernels (hashing on int64, two sorts), which a captured step pays in launch gaps.
-Here a program ranks the hashes of one sample's mask units by counting; the results are the same to the bit.
+The plain path takes some seventy small kernels (hashing on int64, two sorts), which a captured step pays in launch
+gaps. Here a program ranks the hashes of one sample's mask units by counting; the results are the same to the bit.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 

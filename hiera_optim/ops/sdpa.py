@@ -19,7 +19,8 @@ def _heads(qkv: Tensor, q_stride: int) -> tuple[Tensor, Tensor, Tensor, Tensor |
     q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
     if q_stride == 1:
         return q, k, v, None
-    pooled = q.unflatten(2, (-1, q_stride)).max(3)
+    G, H, T, D = q.shape
+    pooled = q.reshape(G, H, T // q_stride, q_stride, D).max(3)
     return pooled.values, k, v, pooled.indices
 
 
@@ -34,7 +35,7 @@ def attention_backward(grad: Tensor, qkv: Tensor, q_stride: int = 1) -> tuple[Te
     """Gradient of qkv, and its column sums [3 * H * D] in fp32."""
     q, k, v, index = _heads(qkv, q_stride)
     out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = flash_forward(q, k, v)
-    grad_o = grad.unflatten(2, qkv.shape[3:]).transpose(1, 2)
+    grad_o = grad.view(*grad.shape[:2], *qkv.shape[3:]).transpose(1, 2)
     dq, dk, dv = flash_backward(grad_o, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, False, seed, offset)
     if index is not None:
         full = torch.zeros((*dq.shape[:3], q_stride, dq.shape[3]), dtype=dq.dtype, device=dq.device)

@@ -1,11 +1,12 @@
 """Moves whole mask units between the kept, the dropped and the full sequence.
 
-In window-major order a mask unit's tokens are one contiguous row of E = tokens x channels values, so what FAIR does with
-boolean indexing is here a copy of rows, with the position embedding added on the way and its gradient summed
+In window-major order a mask unit's tokens are one contiguous row of E = tokens x channels values, so what FAIR does
+with boolean indexing is here a copy of rows, with the position embedding added on the way and its gradient summed
 over the batch in a fixed order.
 
 Legend: B batch, M mask units, L kept, D dropped, E values in a mask unit.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def _gather_kernel(x_ptr, index_ptr, out_ptr, M, D, E, BE: tl.constexpr):
 
 
 def _block(E: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(E))
+    return min(BLOCK, int(triton.next_power_of_2(E)))
 
 
 def add_position(x: Tensor, pos: Tensor, keep_idx: Tensor) -> Tensor:
@@ -137,9 +138,7 @@ def assemble_backward(grad: Tensor, slot: Tensor, kept: int, channels: int) -> t
     return latent, token.view(M, -1, channels).sum((0, 1)), pos
 
 
-def _position_gradient(
-    grad: Tensor, slot: Tensor, kept: int, latent: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _position_gradient(grad: Tensor, slot: Tensor, kept: int, latent: Tensor | None) -> tuple[Tensor, Tensor | None]:
     require_contiguous(grad=grad, slot=slot)
     B, M = slot.shape
     E = grad.shape[-1]
