@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 from hiera_optim.ops._launch import ceil_div, multiprocessors, require_contiguous, require_shape
+from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 
 __all__ = ["column_sum", "column_sum_reference", "multiply_and_column_sum", "sum_partials"]
 

@@ -52,7 +52,8 @@ def forward_config(columns: int) -> RowConfig:
     One warp reduces a row without barriers; 4 warps and 4096 elements were 3 to 12 % slower.
     """
     block = triton.next_power_of_2(columns)
-    return RowConfig(rows=max(1, 1024 // block), num_warps=max(1, block // 512), num_stages=1, programs_per_multiprocessor=0)
+    rows, warps = max(1, 1024 // block), max(1, block // 512)
+    return RowConfig(rows=rows, num_warps=warps, num_stages=1, programs_per_multiprocessor=0)
 
 
 def backward_config(columns: int, *, wide: bool = False) -> RowConfig:
