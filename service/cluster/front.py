@@ -54,7 +54,7 @@ def make_runner() -> Any:
 
 def submit(job: Job, on: str, source: str, overrides: tuple[str, ...], *, dry_run: bool) -> int:
     """Submit a job, print its handle on stdout; local runs are watched to their end."""
-    from service.cluster.component import make_app
+    from service.cluster.app import make_app
 
     with make_runner() as runner:
         app = make_app(job, source, overrides)

@@ -15,7 +15,7 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, Role, RoleStatus, runo
 from torchx.specs.api import ReplicaStatus
 
 from service.cluster import kubernetes
-from service.cluster.component import ROLE, job_of
+from service.cluster.app import ROLE, job_of
 from service.cluster.job import Job
 from service.cluster.kubernetes_client import Client, Entry
 

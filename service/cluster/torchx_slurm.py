@@ -19,7 +19,7 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, Role, RoleStatus, is_t
 from torchx.specs.api import ReplicaStatus
 
 from service.cluster import slurm, slurm_client
-from service.cluster.component import ROLE, job_of
+from service.cluster.app import ROLE, job_of
 from service.errors import UserError
 
 NAME = "hiera_slurm"
