@@ -177,12 +177,11 @@ def mae_loss(
 def drop_path_scales(keep_probability: Tensor, noise: Tensor) -> Tensor:
     """Stochastic-depth factors, 0 or 1 / keep probability.
 
-    keep_probability: [2 * blocks, 1] fp32, see `keep_probabilities`; noise: [2 * blocks, B] uniform in [0, 1).
+    keep_probability: [2 * blocks, 1] fp32, see `tables.keep_probabilities`; noise: [2 * blocks, B] uniform in [0, 1).
     """
     return (noise < keep_probability).float() / keep_probability
 
 
-def keep_probabilities(model: FairModel, device: torch.device) -> Tensor:
-    """[2 * blocks, 1] fp32: the probability that a sample keeps each branch (attention, MLP) of each encoder block."""
-    keep = [1.0 - float(getattr(b.drop_path, "drop_prob", 0.0) or 0.0) for b in model.blocks]
-    return torch.tensor(keep, dtype=torch.float32, device=device).repeat_interleave(2)[:, None]
+def keep_probabilities(model: FairModel) -> list[float]:
+    """The probability that a sample keeps the branches of each encoder block."""
+    return [1.0 - float(getattr(b.drop_path, "drop_prob", 0.0) or 0.0) for b in model.blocks]

@@ -182,11 +182,11 @@ def fused_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss 0-d float32, pred [B, M - L, S, F]) through the fused kernels."""
     from . import fast  # loads Triton, which not every machine has
+    from .ops.library import stochastic_depth
 
     scales = None
     if model.training and any(getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks):
-        noise = torch.rand(2 * len(model.blocks), x.shape[0], device=x.device)
-        scales = fast.drop_path_scales(fast.keep_probabilities(model, x.device), noise)
+        scales = stochastic_depth(drop_idx, fast.keep_probabilities(model))
     loss, pred = fast.mae_loss(model, geom, x, mask, keep_idx, drop_idx, scales)
     return loss, pred.view(*drop_idx.shape, geom.tokens_per_unit_final, -1)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hiera_optim.geometry import Geometry, grid_to_units
+from hiera_optim.ops._launch import outside_graph_pools
 from hiera_optim.ops.mae_loss import LabelTables
 from hiera_optim.ops.patch_embed import PatchTables
 
@@ -91,9 +92,7 @@ def _table(offset: Tensor, coordinates: Tensor, device: torch.device) -> Tensor:
     return table.to(device)
 
 
-@functools.lru_cache(maxsize=64)
-def patch_tables(code: tuple[int, ...], device: torch.device) -> PatchTables:
-    """Addresses for `gather_patches`."""
+def _patch_tables(code: tuple[int, ...], device: torch.device) -> PatchTables:
     g = decode(code)
     ones = (1,) * g.spatial_dims
     strides, stride = _strides(g.input_size), torch.tensor(g.patch_stride)
@@ -111,13 +110,7 @@ def patch_tables(code: tuple[int, ...], device: torch.device) -> PatchTables:
     )
 
 
-@functools.lru_cache(maxsize=64)
-def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
-    """Addresses of the label patches.
-
-    The order of a patch's values is FAIR's: (C, h, w) in 2-D, (h, w, C) of the token's first frame in 3-D; in 1-D it is
-    (s, C).
-    """
+def _label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
     g, dims = decode(code), decode(code).spatial_dims
     strides = _strides(g.input_size)
     step = torch.tensor([p * q**g.q_pool for p, q in zip(g.patch_stride, g.q_stride, strict=True)])
@@ -130,3 +123,28 @@ def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
     channel = torch.arange(g.in_chans) * math.prod(g.input_size)
     offsets = channel[:, None] + within if dims == 2 else within[:, None] + channel
     return LabelTables(origin.int().to(device), offsets.flatten().int().to(device))
+
+
+@functools.lru_cache(maxsize=64)
+def patch_tables(code: tuple[int, ...], device: torch.device) -> PatchTables:
+    """Addresses for `gather_patches`."""
+    return outside_graph_pools(lambda: _patch_tables(code, device), device)
+
+
+@functools.lru_cache(maxsize=64)
+def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
+    """Addresses of the label patches.
+
+    The order of a patch's values is FAIR's: (C, h, w) in 2-D, (h, w, C) of the token's first frame in 3-D; in 1-D it is
+    (s, C).
+    """
+    return outside_graph_pools(lambda: _label_tables(code, device), device)
+
+
+@functools.lru_cache(maxsize=64)
+def keep_probabilities(keep: tuple[float, ...], device: torch.device) -> Tensor:
+    """[2 * blocks, 1] fp32: the probability that a sample keeps each branch (attention, MLP) of each block."""
+    def make() -> Tensor:
+        return torch.tensor(keep, dtype=torch.float32, device=device).repeat_interleave(2)[:, None]
+
+    return outside_graph_pools(make, device)

@@ -53,7 +53,8 @@ class TrainStep:
         mask_ratio: fraction of mask units dropped.
         seed: seed of the masks.
         clip_grad_norm: largest gradient norm, or None.
-        precision: "bf16" casts the inputs to bfloat16 (the model's parameters must be bfloat16), "fp32" does not.
+        precision: "bf16" computes in bfloat16, "fp32" in float32; the model's parameters must have that dtype. Labels
+            are computed in fp32 from the inputs' own precision either way.
         capture: record the step into CUDA graphs; needs a CUDA device.
         process_group: ranks to average over; None for all ranks when torch.distributed is initialised.
 
@@ -106,9 +107,10 @@ class TrainStep:
             from hiera_optim import fast
             from hiera_optim.ops.library import GradientSink, direct_gradients
             from hiera_optim.ops.sample_masks import sample_masks
+            from hiera_optim.tables import keep_probabilities
 
             self._fast, self._sample_masks = fast, sample_masks
-            self._keep_probabilities = fast.keep_probabilities(model, device)
+            self._keep_probabilities = keep_probabilities(tuple(fast.keep_probabilities(model)), device)
             sink = GradientSink(
                 {p.data_ptr(): p.grad for p in model.parameters() if p.grad is not None},
                 self._reducer.ready,
@@ -123,9 +125,12 @@ class TrainStep:
     def __call__(self, x: Tensor, sample_ids: Tensor) -> StepOutput | None:
         """Runs one micro-batch.
 
+        After an error the unfinished step's gradients are gone, the weights are as before it unless the optimizer
+        itself failed, and the next call starts a new step.
+
         Args:
-            x: [micro_batch, in_chans, *input_size], floating point, any device; pinned host memory copies
-                asynchronously.
+            x: [micro_batch, in_chans, *input_size], float32 or the model's dtype, any device; pinned host memory
+                copies asynchronously. The first call's dtype decides the precision of the labels.
             sample_ids: [micro_batch] int64, the samples' global numbers; they decide the masks.
 
         Returns:
@@ -133,13 +138,19 @@ class TrainStep:
         """
         self._load(x, sample_ids)
         last = self._micro_index == self.accumulation - 1
-        self._micro_index = (self._micro_index + 1) % self.accumulation
         name = "update" if last else "accumulate"
         body = self._update if last else self._accumulate
-        if self.capture:
-            self._replay(name, body)
-        else:
-            body()
+        try:
+            if self.capture:
+                self._replay(name, body)
+            else:
+                body()
+        except Exception:
+            self._micro_index = 0
+            self.optimizer.zero_grad()
+            self._loss_sum.zero_()
+            raise
+        self._micro_index = (self._micro_index + 1) % self.accumulation
         return self._output if last else None
 
     def _load(self, x: Tensor, sample_ids: Tensor) -> None:
@@ -148,6 +159,8 @@ class TrainStep:
                 f"this step takes x {tuple(self._x.shape)} and sample_ids {tuple(self._ids.shape)}, not "
                 f"{tuple(x.shape)} and {tuple(sample_ids.shape)}; make a new TrainStep for another batch"
             )
+        if x.dtype == torch.float32 != self._x.dtype and not self._graphs:
+            self._x = self._x.float()
         self._x.copy_(x, non_blocking=True)
         self._ids.copy_(sample_ids, non_blocking=True)
 
@@ -205,8 +218,8 @@ class TrainStep:
         training = self.model.training
         self.model.eval()
         try:
-            device = self._x.device
-            return self._loss(x.to(device, self._x.dtype, non_blocking=True), sample_ids.to(device))
+            device, dtype = self._x.device, x.dtype if x.is_floating_point() else self._x.dtype
+            return self._loss(x.to(device, dtype, non_blocking=True), sample_ids.to(device, non_blocking=True))
         finally:
             self.model.train(training)
 
@@ -222,12 +235,14 @@ class TrainStep:
         saved = self._snapshot()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                body()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        self._restore(saved)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    body()
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            self._restore(saved)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=pool, **self._capture_options()):

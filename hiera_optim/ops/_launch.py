@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # Stand-ins for Triton's interpreter on the CPU: small enough that a persistent kernel's loop really loops in
 # tests.
@@ -30,6 +35,25 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return INTERPRETER_CAPABILITY
     return _cuda_properties(torch.cuda.current_device() if device.index is None else device.index)[1]
+
+
+def outside_graph_pools(make: Callable[[], T], device: torch.device) -> T:
+    """What `make` returns, its tensors in ordinary memory: for tables that are built at first use and kept.
+
+    torch.compile's CUDA graphs give a thread's allocations to their own pool while they warm up and record, and take
+    what is left there for a leak. Allocations of another thread are not touched. Waits for the device, once.
+    """
+    if device.type != "cuda":
+        return make()
+
+    def run() -> T:
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()
+            return made
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
 
 
 def require_contiguous(**tensors: torch.Tensor | None) -> None:

@@ -5,7 +5,8 @@ Every bias and norm gradient ends in a small kernel that adds up some hundred ro
 their partial sums from one workspace, and one kernel adds all of
 them when the context ends; what `sum_partials` returned is filled then, and not to be read before.
 
-The layout of the workspace is learnt the first time a key is used, when every sum still runs by itself.
+The layout of the workspace is learnt the first time a key is used, when every sum still runs by itself; in a capture
+nothing can be learnt, as that needs a copy from the host, and the sums of an unknown key stay single.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -20,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hiera_optim.ops._launch import outside_graph_pools
 
 BLOCK_COLUMNS = 32  # one 128-byte line of fp32 a row
 BLOCK_ROWS = 128
@@ -92,7 +95,7 @@ def _table(requests: list[Request], device: torch.device) -> Tensor:
                 entries.append((base + s.source + c, q.rows, q.columns, width, target + s.target + c))
         base += _aligned(q.rows * q.columns)
         target += _aligned(q.out)
-    return torch.tensor(entries, dtype=torch.int64, device=device)
+    return outside_graph_pools(lambda: torch.tensor(entries, dtype=torch.int64, device=device), device)
 
 
 @contextmanager
@@ -106,6 +109,9 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
     if _active is not None:
         raise RuntimeError("batched_sums cannot be nested")
     batch = _batches.setdefault((key, device), Batch())
+    if not batch.learnt and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        yield
+        return
     if batch.learnt:
         size = sum(_aligned(q.rows * q.columns) for q in batch.requests)
         batch.workspace = torch.empty(size, dtype=torch.float32, device=device)

@@ -168,10 +168,11 @@ def _chain_gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if grad is None:
         return None, [None] * ctx.count, *nothing
     statics = (ctx.specs, ctx.batch, ctx.eps, scales, index, slot)
-    if _sink is None:
+    pointers = [p.data_ptr() for p in parameters] if _sink is not None else []
+    # a frozen parameter has no buffer
+    if _sink is None or any(p not in _sink.buffer_of for p in pointers):
         grad_x, *gradients = chain_backward(grad, x, parameters, saved, *statics)
         return grad_x, gradients, *nothing
-    pointers = [p.data_ptr() for p in parameters]
     writer = ch.Direct([_sink.buffer_of[p] for p in pointers], _sink.accumulate)
     grad_x = _run_backward(grad, x, parameters, saved, *statics, writer)
     _sink.ready(pointers)
@@ -367,6 +368,30 @@ def _assemble_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 assemble.register_autograd(_assemble_gradient, setup_context=_assemble_context)
+
+
+# -- stochastic depth -------------------------------------------------------------------------------------------
+
+
+@custom_op("hiera_optim::stochastic_depth", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def stochastic_depth(like: Tensor, keep: list[float]) -> Tensor:
+    """Fresh factors [2 * blocks, B] fp32, 0 or 1 / keep probability, from the device's generator.
+
+    An operator, so that compiled code draws what eager code draws (inductor's own draws can repeat, pytorch#198333) and
+    the probabilities are copied to the device once.
+
+    Args:
+        like: any tensor [B, ...] on the device.
+        keep: the probability that a sample keeps a branch of each block.
+    """
+    probability = tables.keep_probabilities(tuple(keep), like.device)
+    noise = torch.rand(len(probability), like.shape[0], device=like.device)
+    return (noise < probability).float() / probability
+
+
+@stochastic_depth.register_fake
+def _(like: Tensor, keep: list[float]) -> Tensor:
+    return like.new_empty((2 * len(keep), like.shape[0]), dtype=torch.float32)
 
 
 # -- loss -------------------------------------------------------------------------------------------------------

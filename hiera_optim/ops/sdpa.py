@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_WINDOWS = 65535
+"""Flash launches a grid row a sequence, and CUDA has no more than this."""
+
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
@@ -24,8 +27,14 @@ def _heads(qkv: Tensor, q_stride: int) -> tuple[Tensor, Tensor, Tensor, Tensor |
     return pooled.values, k, v, pooled.indices
 
 
+def _chunks(windows: int) -> list[slice]:
+    return [slice(i, i + MAX_WINDOWS) for i in range(0, windows, MAX_WINDOWS)]
+
+
 def attention_forward(qkv: Tensor, q_stride: int = 1) -> Tensor:
     """[G, T, 3, H, D] to [G, T // q_stride, H * D]."""
+    if len(qkv) > MAX_WINDOWS:
+        return torch.cat([attention_forward(qkv[part], q_stride) for part in _chunks(len(qkv))])
     q, k, v, _ = _heads(qkv, q_stride)
     out: Tensor = flash_forward(q, k, v)[0]
     return out.transpose(1, 2).flatten(2).contiguous()
@@ -33,6 +42,9 @@ def attention_forward(qkv: Tensor, q_stride: int = 1) -> Tensor:
 
 def attention_backward(grad: Tensor, qkv: Tensor, q_stride: int = 1) -> tuple[Tensor, Tensor]:
     """Gradient of qkv, and its column sums [3 * H * D] in fp32."""
+    if len(qkv) > MAX_WINDOWS:
+        chunks = [attention_backward(grad[part], qkv[part], q_stride) for part in _chunks(len(qkv))]
+        return torch.cat([dqkv for dqkv, _ in chunks]), torch.stack([total for _, total in chunks]).sum(0)
     q, k, v, index = _heads(qkv, q_stride)
     out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = flash_forward(q, k, v)
     grad_o = grad.view(*grad.shape[:2], *qkv.shape[3:]).transpose(1, 2)

@@ -1,0 +1,76 @@
+"""TrainStep on the CPU: precision of the labels, errors in the middle of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hiera_optim import Geometry
+from hiera_optim.mae import masked_loss
+from hiera_optim.masks import sample_mask
+from hiera_optim.optim import AdamW
+from hiera_optim.training import TrainStep
+
+from .fair import batch_for, distance, fast, mae
+
+IDS = torch.arange(2)
+
+
+def make(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, AdamW, TrainStep]:
+    model = fast(mae("image").to(dtype))
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, no_decay=(), master=True)
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return model, optimizer, TrainStep(model, optimizer, micro_batch=2, precision=precision, **options)
+
+
+def test_labels_have_the_precision_of_the_input() -> None:
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, _, step = make(torch.bfloat16)
+        geom = Geometry.from_model(model)
+        x = batch_for(model)
+        masks = sample_mask(IDS, geom.num_mask_units, geom.num_kept_for_loss(0.6), 0)
+        with torch.no_grad():
+            want = masked_loss(model, geom, x.to(dtype), *masks)
+        assert torch.equal(step.evaluate(x.to(dtype), IDS), want.float())
+        report = step(x.to(dtype), IDS)
+        assert report is not None
+        assert torch.equal(report.loss, want.float())
+        losses.append(want)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_error_ends_the_step_and_the_next_call_starts_another(
+    accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, step = make(accumulation=accumulation)
+    _, expected, untroubled = make(accumulation=accumulation)
+    x = batch_for(model)
+    loss = step._loss
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = loss(*args)
+        if calls == accumulation:
+            result.register_hook(lambda _: 1 / 0)
+        return result
+
+    monkeypatch.setattr(step, "_loss", failing)
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(accumulation):
+            step(x, IDS)
+    for each in (step, untroubled):
+        reports = [each(x, IDS) for _ in range(accumulation)]
+        assert [report is None for report in reports] == [True] * (accumulation - 1) + [False]
+    assert distance(optimizer.params.flat, expected.params.flat) == 0.0
+
+
+def test_a_batch_of_another_shape_is_named() -> None:
+    model, _, step = make()
+    with pytest.raises(ValueError, match=r"takes x \(2, 3, 64, 64\).*not \(3, 3, 64, 64\) and \(3,\)"):
+        step(batch_for(model, 3), torch.arange(3))
