@@ -40,9 +40,7 @@ def launchers() -> Iterator[Path]:
 def address(text: str) -> tuple[str, int]:
     """`0100007F:2328` of /proc/net/tcp as an address to connect to: words in the machine's byte order."""
     number, port = text.split(":")
-    raw = b"".join(
-        int(number[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(number), 8)
-    )
+    raw = b"".join(int(number[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(number), 8))
     host = ipaddress.ip_address(raw)
     if host.is_unspecified:
         return ("127.0.0.1" if host.version == 4 else "::1"), int(port, 16)

@@ -144,6 +144,7 @@ def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
 @functools.lru_cache(maxsize=64)
 def keep_probabilities(keep: tuple[float, ...], device: torch.device) -> Tensor:
     """[2 * blocks, 1] fp32: the probability that a sample keeps each branch (attention, MLP) of each block."""
+
     def make() -> Tensor:
         return torch.tensor(keep, dtype=torch.float32, device=device).repeat_interleave(2)[:, None]
 

@@ -23,9 +23,7 @@ FINALIZE_TILE = 8192
 
 
 @triton.jit
-def _sum_partials_kernel(
-    partials_ptr, out_ptr, num_partials, width, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr
-):
+def _sum_partials_kernel(partials_ptr, out_ptr, num_partials, width, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr):
     """out[w] = sum over p of partials[p, w]; a program owns BLOCK_W columns."""
     cols = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     col_ok = cols < width
@@ -147,9 +145,7 @@ def column_sum(
     if x.dim() != 2 or x.shape[0] == 0:
         raise ValueError(f"x must be a matrix with at least one row, got shape {tuple(x.shape)}")
     require_contiguous(x=x)
-    return _launch(
-        x, None, None, block_rows, block_columns, num_warps, num_stages, programs_per_multiprocessor
-    )
+    return _launch(x, None, None, block_rows, block_columns, num_warps, num_stages, programs_per_multiprocessor)
 
 
 def multiply_and_column_sum(
@@ -173,9 +169,7 @@ def multiply_and_column_sum(
     product = torch.empty_like(x) if out is None else out
     require_shape("out", product, tuple(x.shape))
     require_contiguous(x=x, factor=factor, out=product)
-    sums = _launch(
-        x, factor, product, block_rows, block_columns, num_warps, num_stages, programs_per_multiprocessor
-    )
+    sums = _launch(x, factor, product, block_rows, block_columns, num_warps, num_stages, programs_per_multiprocessor)
     return product, sums
 
 

@@ -208,9 +208,7 @@ def _check_row_scale(row_scale: torch.Tensor | None, rows_per_scale: int, num_ro
     if row_scale.dtype != torch.float32:
         raise TypeError(f"row_scale must be float32, got {row_scale.dtype}")
     if row_scale.numel() * rows_per_scale != num_rows:
-        raise ValueError(
-            f"{row_scale.numel()} row scales of {rows_per_scale} rows each do not make {num_rows} rows"
-        )
+        raise ValueError(f"{row_scale.numel()} row scales of {rows_per_scale} rows each do not make {num_rows} rows")
 
 
 def add_layer_norm_forward(
@@ -300,9 +298,7 @@ def add_layer_norm_backward(
     require_shape("mean", mean, (num_rows,))
     require_shape("rstd", rstd, (num_rows,))
     require_shape("weight", weight, (columns,))
-    require_contiguous(
-        grad_y=grad_y, grad_s=grad_s, s=s, mean=mean, rstd=rstd, weight=weight, row_scale=row_scale
-    )
+    require_contiguous(grad_y=grad_y, grad_s=grad_s, s=s, mean=mean, rstd=rstd, weight=weight, row_scale=row_scale)
     _check_row_scale(row_scale, rows_per_scale, num_rows)
     delta_dtype = delta_dtype or s.dtype
     store_delta = row_scale is not None or delta_dtype != s.dtype

@@ -86,9 +86,7 @@ def _grid(num_rows: int, outer: int, config: GemmConfig, device: torch.device) -
 
 def _check_tma(config: GemmConfig, inner: int, outer: int, x: torch.Tensor) -> None:
     if config.tma and not supports_tma(inner, outer, x.element_size(), x.device):
-        raise ValueError(
-            f"tensor maps cannot describe rows of {inner} or {outer} {x.dtype} elements on {x.device}"
-        )
+        raise ValueError(f"tensor maps cannot describe rows of {inner} or {outer} {x.dtype} elements on {x.device}")
 
 
 def linear_gelu_forward(

@@ -15,9 +15,7 @@ __all__ = ["backward_kernel", "forward_kernel"]
 
 
 @triton.jit
-def _tile_position(
-    tile, num_rows, F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr
-):
+def _tile_position(tile, num_rows, F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr):
     """(row tile, column tile) of a linear index: columns within groups of GROUP row tiles, so that w stays in
     L2."""
     row_tiles = tl.cdiv(num_rows, BLOCK_N)

@@ -42,9 +42,7 @@ __all__ = [
 LONGEST_FUSED_INNER: dict[int, tuple[int, int]] = {9: (1152, 1152)}
 
 
-def use_fused(
-    num_rows: int, inner: int, outer: int, capability: tuple[int, int], *, backward: bool = False
-) -> bool:
+def use_fused(num_rows: int, inner: int, outer: int, capability: tuple[int, int], *, backward: bool = False) -> bool:
     """Whether the fused GEMM is the faster one for [num_rows, inner] by [inner, outer] in bf16 on such a
     device.
 
@@ -155,9 +153,7 @@ def gelu_backward(
     )
 
 
-def bias_gelu_forward_reference(
-    h: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def bias_gelu_forward_reference(h: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain PyTorch oracle of `bias_gelu_forward` (of `linear_gelu_forward` with h = x @ w.T)."""
     return gelu_and_derivative_reference(h if bias is None else h + bias)
 

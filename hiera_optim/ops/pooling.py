@@ -96,9 +96,7 @@ def max_pool_forward(x: torch.Tensor, q: int) -> tuple[torch.Tensor, torch.Tenso
     y = torch.empty(groups, columns, dtype=x.dtype, device=x.device)
     index = torch.empty(groups, columns, dtype=torch.uint8, device=x.device)
     grid = (ceil_div(groups, BLOCK_ROWS), ceil_div(columns, BLOCK_COLUMNS))
-    _forward_kernel[grid](
-        x, y, index, groups, Q=q, C=columns, ROWS=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=4
-    )
+    _forward_kernel[grid](x, y, index, groups, Q=q, C=columns, ROWS=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=4)
     return y, index
 
 

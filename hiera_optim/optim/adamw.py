@@ -100,9 +100,7 @@ def no_decay_parameters(model: nn.Module) -> set[str]:
     """
     own = getattr(model, "no_weight_decay", None)
     listed = set(own()) if callable(own) else set()
-    return {
-        name for name, p in model.named_parameters() if p.ndim < 2 or name.endswith(".bias") or name in listed
-    }
+    return {name for name, p in model.named_parameters() if p.ndim < 2 or name.endswith(".bias") or name in listed}
 
 
 def check_adam(betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -151,9 +149,7 @@ class AdamW(FlatOptimizer):
         check_adam(betas, eps, weight_decay)
         named, exempt = list(named_parameters), frozenset(no_decay)
         check_no_decay(named, exempt)
-        params = FlatParameters(
-            named, ("decay", "no_decay"), lambda name, _: "no_decay" if name in exempt else "decay"
-        )
+        params = FlatParameters(named, ("decay", "no_decay"), lambda name, _: "no_decay" if name in exempt else "decay")
         super().__init__(params, lr=lr, master=master, fp32_accumulation=fp32_accumulation)
         self.exp_avg = self.add_slot("exp_avg", ("decay", "no_decay"))
         self.exp_avg_sq = self.add_slot("exp_avg_sq", ("decay", "no_decay"))

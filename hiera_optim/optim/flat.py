@@ -185,9 +185,7 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
         raise ValueError("the optimizer got no parameters that require a gradient")
     first_name, first = named[0]
     if first.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{first_name} is {first.dtype}; flat optimizers take float32 or bfloat16 parameters"
-        )
+        raise ValueError(f"{first_name} is {first.dtype}; flat optimizers take float32 or bfloat16 parameters")
     spans: list[tuple[int, int, str]] = []
     for name, parameter in named:
         if parameter.dtype != first.dtype or parameter.device != first.device:
@@ -201,9 +199,7 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
     spans.sort()
     for (_, end, name), (start, _, other) in pairwise(spans):
         if start < end:
-            raise ValueError(
-                f"{name} and {other} share memory but are two parameters: tie them as one nn.Parameter"
-            )
+            raise ValueError(f"{name} and {other} share memory but are two parameters: tie them as one nn.Parameter")
 
 
 @dataclass(frozen=True)
@@ -229,9 +225,7 @@ class FlatOptimizer:
             backward, and the norm and the step read the sum.
     """
 
-    def __init__(
-        self, params: FlatParameters, *, lr: float, master: bool, fp32_accumulation: bool = False
-    ) -> None:
+    def __init__(self, params: FlatParameters, *, lr: float, master: bool, fp32_accumulation: bool = False) -> None:
         if not lr >= 0:
             raise ValueError(f"learning rate must not be negative, got {lr}")
         self.params = params
@@ -349,9 +343,7 @@ class FlatOptimizer:
         """
         targets = {"step": self.step_count}
         for name, slot in self.slots.items():
-            targets.update(
-                {f"{name}.{entry.name}": entry.view(slot.flat, slot.base) for entry in slot.entries}
-            )
+            targets.update({f"{name}.{entry.name}": entry.view(slot.flat, slot.base) for entry in slot.entries})
         _copy_strict(targets, state, "optimizer state")
 
     @torch.no_grad()
@@ -379,9 +371,7 @@ def _copy_strict(targets: Mapping[str, Tensor], source: Mapping[str, Tensor], wh
         if key not in source:
             raise ValueError(f"{what} lacks {key}")
         if source[key].shape != target.shape:
-            raise ValueError(
-                f"{what}: {key} has shape {list(source[key].shape)}, expected {list(target.shape)}"
-            )
+            raise ValueError(f"{what}: {key} has shape {list(source[key].shape)}, expected {list(target.shape)}")
     for key in source:
         if key not in targets:
             raise ValueError(f"{what} has an unknown entry {key}")

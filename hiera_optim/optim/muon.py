@@ -99,9 +99,7 @@ class Muon(FlatOptimizer):
         check_no_decay(named, exempt)
         _check_muon(named, matrices, exempt, momentum, adjust_lr)
         if muon_lr is not None and not (muon_lr >= 0 and lr > 0):
-            raise ValueError(
-                f"muon_lr is kept at a ratio to lr, so lr must be positive; got {muon_lr} and {lr}"
-            )
+            raise ValueError(f"muon_lr is kept at a ratio to lr, so lr must be positive; got {muon_lr} and {lr}")
 
         def group_of(name: str, _: nn.Parameter) -> str:
             return "muon" if name in matrices else "no_decay" if name in exempt else "decay"
@@ -119,9 +117,7 @@ class Muon(FlatOptimizer):
 
         entries = [entry for entry in params.entries if entry.group == "muon"]
         self.matrices = [matrix for entry in entries for matrix in _matrices(entry, split_qkv)]
-        self.factors = [
-            learning_rate_factor(m.rows, m.cols, adjust_lr) * self.lr_ratio for m in self.matrices
-        ]
+        self.factors = [learning_rate_factor(m.rows, m.cols, adjust_lr) * self.lr_ratio for m in self.matrices]
         distributed = dist.is_available() and dist.is_initialized()
         self._group = process_group
         self.rank = dist.get_rank(process_group) if distributed else 0
@@ -152,13 +148,9 @@ class Muon(FlatOptimizer):
             from hiera_optim.optim.muon_kernel import apply_triton, pack_triton
 
             tables, settings = self._tables, self.settings
-            pack_triton(
-                grad, self.momentum, self._packed, grad_scale, tables, self.beta, self.nesterov, zero_grad
-            )
+            pack_triton(grad, self.momentum, self._packed, grad_scale, tables, self.beta, self.nesterov, zero_grad)
             self._orthogonalize()
-            apply_triton(
-                weights, master, self._exchange, self.lr, tables, self.lr_ratio * settings.weight_decay
-            )
+            apply_triton(weights, master, self._exchange, self.lr, tables, self.lr_ratio * settings.weight_decay)
         else:
             own = [p if p.rank == self.rank else None for p in self.plan.placements]
             pack_reference(
@@ -228,9 +220,7 @@ def pack_reference(
         m.lerp_(g, 1 - beta)
         if placement is not None:
             update = g.lerp(m, beta) if nesterov else m
-            _place(packed, matrix, placement.start, placement.width).copy_(
-                update.view(matrix.rows, matrix.cols)
-            )
+            _place(packed, matrix, placement.start, placement.width).copy_(update.view(matrix.rows, matrix.cols))
         if zero_grad:
             grad[part].zero_()
 

@@ -51,12 +51,8 @@ def make_tables(
     for i, (matrix, place) in enumerate(zip(matrices, plan.placements, strict=True)):
         own = place.start if place.rank == rank else -1
         there = place.rank * plan.chunk + place.start
-        rows.append(
-            [matrix.offset, matrix.rows, matrix.cols, int(matrix.transposed), own, there, place.width]
-        )
-        tiles += [
-            [i, row, col] for row in range(0, matrix.rows, _TILE) for col in range(0, matrix.cols, _TILE)
-        ]
+        rows.append([matrix.offset, matrix.rows, matrix.cols, int(matrix.transposed), own, there, place.width])
+        tiles += [[i, row, col] for row in range(0, matrix.rows, _TILE) for col in range(0, matrix.cols, _TILE)]
     aligned = all(m.offset % 8 == 0 and m.rows % 8 == 0 and m.cols % 8 == 0 for m in matrices)
     return Tables(
         torch.tensor(rows, dtype=torch.int64, device=device).view(-1, _FIELDS.value),

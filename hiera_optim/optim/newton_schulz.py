@@ -170,9 +170,7 @@ def newton_schulz(x: Tensor, out: Tensor, workspace: Tensor, steps: int = STEPS,
     else:
         # One by one: the result of a matrix must not depend on the size of the batch, so that the number of
         # ranks cannot change a bit; batches gain nothing on a CPU.
-        gram, poly = (
-            workspace[i * rows * rows : (i + 1) * rows * rows].view(1, rows, rows) for i in range(2)
-        )
+        gram, poly = (workspace[i * rows * rows : (i + 1) * rows * rows].view(1, rows, rows) for i in range(2))
         for i in range(n):
             _iterate(x[i : i + 1], out[i : i + 1], gram, poly, steps)
 

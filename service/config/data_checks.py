@@ -58,15 +58,9 @@ def check_data(config: RunConfig) -> None:
 def _check_builtin(field: str, kind: str, name: str) -> None:
     if kind != "images" or name != PHOTOGRAPHS:
         raise UserError(f"{field}: {name} is unknown; data.kind images has {PHOTOGRAPHS}")
-    missing = [
-        package
-        for module, package in _PHOTOGRAPH_PACKAGES.items()
-        if importlib.util.find_spec(module) is None
-    ]
+    missing = [package for module, package in _PHOTOGRAPH_PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(
-            f"{field}: {name} needs {' and '.join(missing)}: pip install 'hiera-train[quickstart]'"
-        )
+        raise UserError(f"{field}: {name} needs {' and '.join(missing)}: pip install 'hiera-train[quickstart]'")
 
 
 def _check_folder(field: str, path: Path) -> None:

@@ -13,10 +13,7 @@ from service.config.schema import ModelSection, RunConfig
 
 IDENTITY: dict[str, str] = {
     "run.seed": "weights, sample order, augmentation and masks are functions of it",
-    **{
-        f"model.{name}": "another model, another target, or other regularisation"
-        for name in ModelSection.model_fields
-    },
+    **{f"model.{name}": "another model, another target, or other regularisation" for name in ModelSection.model_fields},
     "data.kind": "other data",
     "data.path": "the same path is the only sign of the same data that a configuration has",
     "data.val_path": "setting or dropping it moves samples between training and validation",

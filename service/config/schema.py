@@ -118,9 +118,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _ranges(self) -> DataSection:
         if self.crop_scale[0] > self.crop_scale[1]:
-            raise ValueError(
-                f"crop_scale: {list(self.crop_scale)} is not a range; the smaller share comes first"
-            )
+            raise ValueError(f"crop_scale: {list(self.crop_scale)} is not a range; the smaller share comes first")
         if (self.mean is None) != (self.std is None):
             missing, given = ("mean", "std") if self.mean is None else ("std", "mean")
             raise ValueError(f"{missing}: null although {given} is set; set both or neither")

@@ -26,9 +26,7 @@ def shipped_directory() -> Path:
 
 def shipped_configs() -> dict[str, Path]:
     """Name to path of every shipped configuration, by name."""
-    return {
-        path.stem: path for path in sorted(shipped_directory().glob("*.yaml"), key=lambda path: path.stem)
-    }
+    return {path.stem: path for path in sorted(shipped_directory().glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def find_config(source: str | Path, beside: Path | None = None) -> Path:

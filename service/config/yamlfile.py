@@ -95,9 +95,7 @@ def read(path: Path) -> Document:
 
 def dump(data: Any) -> str:
     """YAML text of plain values; reading it back gives the same values."""
-    text: str = yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None
-    )
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     return text
 
 

@@ -53,9 +53,7 @@ class OneLineFailures(logging.Handler):
         code, local_rank, pid = args[:3]
         if not all(isinstance(value, int) for value in (code, local_rank, pid)) or outcome_known():
             return
-        print(
-            f"hiera-train: worker {local_rank} (pid {pid}) {describe_exit(int(str(code)))}", file=sys.stderr
-        )
+        print(f"hiera-train: worker {local_rank} (pid {pid}) {describe_exit(int(str(code)))}", file=sys.stderr)
 
 
 def outcome_known() -> bool:

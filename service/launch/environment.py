@@ -214,8 +214,7 @@ def _allocator(allocator: str, base: Mapping[str, str], notes: list[str]) -> str
         return configured
     if any(base.get(name) not in (None, "", inherited) for name in ALLOCATOR_VARIABLES):
         notes.append(
-            f"warning: {' and '.join(ALLOCATOR_VARIABLES)} differ in the environment; "
-            f"both become {inherited!r}"
+            f"warning: {' and '.join(ALLOCATOR_VARIABLES)} differ in the environment; both become {inherited!r}"
         )
     return inherited
 

@@ -98,11 +98,7 @@ def find_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[Gpu]:
             text = ""
         name = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
         uuid = re.search(r"^GPU UUID:\s*(\S+)$", text, re.MULTILINE)
-        gpus.append(
-            Gpu(
-                index, name.group(1).strip() if name else "gpu", directory.name, uuid.group(1) if uuid else ""
-            )
-        )
+        gpus.append(Gpu(index, name.group(1).strip() if name else "gpu", directory.name, uuid.group(1) if uuid else ""))
     return gpus
 
 

@@ -190,9 +190,7 @@ class Launch:
             left = self.config.runtime.max_restarts - max(failures, self.worker_starts - 1)
             command = torchrun.command(self.worker_module, self.directory, max(0, left))
             # A session of its own: Ctrl-C in a terminal reaches the launcher alone, which hands it on once.
-            self._agent = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            self._agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
             code = self._wait(self._agent)
             self._kill_all()
             if self.killed or self.stopping or self._outcome() is not None:
@@ -279,11 +277,7 @@ class Launch:
         warning = self.exporter.serve(config.metrics.host, config.metrics.port)
         entries = count_entries(self.facts.cache)
         say(f"compile cache {self.facts.cache} ({entries} files)")
-        say(
-            f"warning: {warning}"
-            if warning
-            else f"metrics at http://{config.metrics.host}:{self.exporter.port}"
-        )
+        say(f"warning: {warning}" if warning else f"metrics at http://{config.metrics.host}:{self.exporter.port}")
 
     def _workers_started(self) -> None:
         self.worker_starts += 1

@@ -51,9 +51,7 @@ def interface_addresses() -> dict[str, list[str]]:
     for line in text.splitlines():
         fields = line.split()
         if len(fields) == 6:
-            found.setdefault(fields[5], []).append(
-                socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
-            )
+            found.setdefault(fields[5], []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
     return found
 
 

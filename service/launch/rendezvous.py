@@ -125,9 +125,7 @@ def resolve(
         raise UserError(f"{count_source}: {count} is not a number of nodes")
     in_slurm = bool(environment.get("SLURM_JOB_ID"))
     if in_slurm and environment.get("SLURM_LOCALID", "0") not in ("", "0"):
-        raise UserError(
-            "SLURM_LOCALID: one launcher a node starts all its workers; use srun --ntasks-per-node=1"
-        )
+        raise UserError("SLURM_LOCALID: one launcher a node starts all its workers; use srun --ntasks-per-node=1")
     rank, rank_source = _first_int(
         environment,
         ("flag --node-rank", node_rank),

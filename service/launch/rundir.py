@@ -35,9 +35,7 @@ def make_run_directory(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(
-            f"run.dir: {path} cannot be written ({error.strerror}); choose another directory"
-        ) from None
+        raise UserError(f"run.dir: {path} cannot be written ({error.strerror}); choose another directory") from None
 
 
 def private_directory(path: Path, node_rank: int) -> Path:
@@ -89,9 +87,7 @@ def locked(path: Path, nnodes: int, node_rank: int, workers_timeout: float = 30.
             deadline = time.monotonic() + workers_timeout
             while not _flock(workers, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
-                    raise UserError(
-                        f"run.dir: workers of an earlier run still use {path}; wait for them or kill them"
-                    )
+                    raise UserError(f"run.dir: workers of an earlier run still use {path}; wait for them or kill them")
                 time.sleep(0.1)
         yield
 

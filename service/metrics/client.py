@@ -28,9 +28,7 @@ class MetricsClient:
     `path` None makes a null client, whose methods do nothing. Safe to use from several threads.
     """
 
-    def __init__(
-        self, path: str | None, *, rank: int = 0, local_rank: int = 0, interval: float = 1.0
-    ) -> None:
+    def __init__(self, path: str | None, *, rank: int = 0, local_rank: int = 0, interval: float = 1.0) -> None:
         self._path = path
         self._identity = {"rank": rank, "local_rank": local_rank}
         self._interval = interval

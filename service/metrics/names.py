@@ -48,13 +48,9 @@ METRICS: tuple[Metric, ...] = (
         "samples",
         "Samples trained on by the workers of this node; sum over nodes.",
     ),
-    Metric(
-        "samples_per_second", "gauge", "samples/s", "Training throughput of the whole run, by global rank 0."
-    ),
+    Metric("samples_per_second", "gauge", "samples/s", "Training throughput of the whole run, by global rank 0."),
     Metric("step", "gauge", "steps", "Optimizer steps done since the run began, resumed ones included."),
-    Metric(
-        "epoch", "gauge", "epochs", "Epochs of the training data done, with the fraction of the current one."
-    ),
+    Metric("epoch", "gauge", "epochs", "Epochs of the training data done, with the fraction of the current one."),
     Metric("progress_ratio", "gauge", "ratio", "Share of the run that is done, 0 to 1."),
     Metric("eta_seconds", "gauge", "seconds", "Estimated time to the end of the run."),
     Metric(
@@ -73,9 +69,7 @@ METRICS: tuple[Metric, ...] = (
         WORKER,
         buckets=STEP_BUCKETS,
     ),
-    Metric(
-        "data_wait_seconds_total", "counter", "seconds", "Time the training loop waited for data.", WORKER
-    ),
+    Metric("data_wait_seconds_total", "counter", "seconds", "Time the training loop waited for data.", WORKER),
     Metric("mfu_ratio", "gauge", "ratio", "Model FLOP/s over the peak of the GPU, 0 to 1.", WORKER),
     # Learning
     Metric("loss", "gauge", "1", "Training loss, mean over the global batch (global rank 0)."),
@@ -88,9 +82,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory_reserved_bytes", "gauge", "bytes", "GPU memory held by the caching allocator.", WORKER),
     Metric("memory_peak_bytes", "gauge", "bytes", "Peak of GPU memory held by tensors.", WORKER),
     # Start-up
-    Metric(
-        "compile_seconds", "gauge", "seconds", "Time spent compiling and capturing since the start.", WORKER
-    ),
+    Metric("compile_seconds", "gauge", "seconds", "Time spent compiling and capturing since the start.", WORKER),
     Metric(
         "compile_cache_hits_total",
         "counter",
@@ -115,9 +107,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("checkpoint_failures_total", "counter", "1", "Checkpoints that could not be written."),
     Metric("last_checkpoint_step", "gauge", "steps", "Step of the newest whole checkpoint."),
-    Metric(
-        "last_checkpoint_timestamp_seconds", "gauge", "seconds", "Unix time of the newest whole checkpoint."
-    ),
+    Metric("last_checkpoint_timestamp_seconds", "gauge", "seconds", "Unix time of the newest whole checkpoint."),
     # Trouble
     Metric("bad_files_total", "counter", "files", "Unreadable files that were skipped."),
     Metric(
@@ -180,9 +170,7 @@ def markdown() -> str:
     ]
     for metric in METRICS:
         kind = "gauge (always 1)" if metric.kind == "info" else metric.kind
-        lines.append(
-            f"| `{metric.full_name}` | {kind} | {metric.unit} | {', '.join(metric.labels)} | {metric.help} |"
-        )
+        lines.append(f"| `{metric.full_name}` | {kind} | {metric.unit} | {', '.join(metric.labels)} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 

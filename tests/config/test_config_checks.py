@@ -298,10 +298,7 @@ def test_images_are_two_dimensional():
     config = settings().model_copy(update={"model": ModelSection(**{**TINY, **VIDEO})})
     with pytest.raises(UserError) as error:
         check_settings(config)
-    assert (
-        str(error.value)
-        == "data.kind: images are 2-D, model.input_size [4, 64, 64] is 3-D; use data.kind=array"
-    )
+    assert str(error.value) == "data.kind: images are 2-D, model.input_size [4, 64, 64] is 3-D; use data.kind=array"
 
 
 def test_settings_that_do_agree():

@@ -39,12 +39,9 @@ def test_synthetic_data_needs_no_path():
 
 def test_a_path_is_needed():
     assert (
-        message("base")
-        == "data.path: null, but data.kind images needs a folder of pictures; add --set data.path=..."
+        message("base") == "data.path: null, but data.kind images needs a folder of pictures; add --set data.path=..."
     )
-    assert (
-        message("eeg-1d") == "data.path: null, but data.kind array needs a .npy file; add --set data.path=..."
-    )
+    assert message("eeg-1d") == "data.path: null, but data.kind array needs a .npy file; add --set data.path=..."
 
 
 def test_folders(tmp_path):

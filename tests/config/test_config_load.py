@@ -174,10 +174,7 @@ def test_a_mistake_in_the_extended_file_names_that_file(write):
 
 def test_lookup_is_as_given_then_shipped(write):
     assert (
-        find_config("base")
-        == find_config("base.yaml")
-        == find_config("configs/base.yaml")
-        == shipped_configs()["base"]
+        find_config("base") == find_config("base.yaml") == find_config("configs/base.yaml") == shipped_configs()["base"]
     )
     assert find_config("video-16x224") == shipped_configs()["video-16x224"]
     write("", "base.yaml")
@@ -285,9 +282,7 @@ def test_a_slip_in_any_key_is_answered_with_that_key(dotted):
 
 
 def test_relative_paths_become_absolute_but_builtin_data_stays(write, tmp_path):
-    config = load_config(
-        None, ["data.path=pictures/../x", "run.dir=out", "data.val_path=builtin:photographs"]
-    )
+    config = load_config(None, ["data.path=pictures/../x", "run.dir=out", "data.val_path=builtin:photographs"])
     assert config.data.path == tmp_path / "x"
     assert config.run.dir == tmp_path / "out"
     assert config.data.val_path == Path("builtin:photographs")

@@ -78,9 +78,7 @@ def pair(dotted, settings) -> tuple[RunConfig, RunConfig]:
     *sections, name = dotted.split(".")
     old = RunConfig.model_validate(settings)
     new = copy.deepcopy(settings)
-    functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, new)[name] = OTHER[
-        dotted
-    ]
+    functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, new)[name] = OTHER[dotted]
     return old, RunConfig.model_validate(new)
 
 

@@ -26,9 +26,7 @@ def test_every_field_has_a_description_that_is_a_sentence(dotted):
 def test_every_section_has_a_description():
     schema = RunConfig.model_json_schema()
     for name, section in schema["properties"].items():
-        described = (
-            section.get("description") or schema["$defs"][section["$ref"].rsplit("/", 1)[-1]]["description"]
-        )
+        described = section.get("description") or schema["$defs"][section["$ref"].rsplit("/", 1)[-1]]["description"]
         assert described.endswith("."), name
     assert schema["additionalProperties"] is False
 

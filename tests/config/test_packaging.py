@@ -24,20 +24,14 @@ def test_a_wheel_has_every_package_and_the_configurations(tmp_path):
         shutil.copy(ROOT / name, source / name)
     (source / "README.md").touch()
     build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = (source / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
 
-    code = {
-        str(path.relative_to(ROOT))
-        for top in ("service", "hiera_optim")
-        for path in (ROOT / top).rglob("*.py")
-    }
+    code = {str(path.relative_to(ROOT)) for top in ("service", "hiera_optim") for path in (ROOT / top).rglob("*.py")}
     packaged = {name for name in code if (ROOT / name).with_name("__init__.py").exists()}
     assert packaged == code, "every folder of code is a package"
     configs = {f"service/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
@@ -49,7 +43,5 @@ def test_a_wheel_has_every_package_and_the_configurations(tmp_path):
         "from service.config.load import load_config; from service.config.shipped import shipped_directory\n"
         "print(shipped_directory(), load_config('configs/huge.yaml').run.name)"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", look], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    shown = subprocess.run([sys.executable, "-c", look], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout.split() == [str(tmp_path / "installed/service/configs"), "hiera-huge"]

@@ -99,9 +99,7 @@ class Running:
         """Live processes that carry this start's mark, wherever they hang."""
         state = read_state(self.directory, 0)
         assert state is not None
-        return [
-            pid for pid in processes.parents() if processes.has_variable(pid, ATTEMPT_VARIABLE, state.attempt)
-        ]
+        return [pid for pid in processes.parents() if processes.has_variable(pid, ATTEMPT_VARIABLE, state.attempt)]
 
     def close(self) -> None:
         """End what is left of a test that failed."""

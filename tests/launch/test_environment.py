@@ -63,22 +63,16 @@ def test_no_warning_where_nothing_is_captured_or_shared() -> None:
 
 def test_environment_of_the_user_counts_only_for_the_default_preset() -> None:
     variables, notes = build({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
-    assert (
-        variables["PYTORCH_ALLOC_CONF"] == variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
-    )
+    assert variables["PYTORCH_ALLOC_CONF"] == variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
     assert notes == []
-    variables, notes = build(
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, allocator="large-batch"
-    )
+    variables, notes = build({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, allocator="large-batch")
     assert variables["PYTORCH_CUDA_ALLOC_CONF"] == ALLOCATOR_PRESETS["large-batch"]
     assert any("replaces the environment's" in note for note in notes)
     _, notes = build({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:2"})
     assert any("differ" in note and "'b:2'" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    "text", ["max_split_size_mb:64", "roundup_power2_divisions:[256:1,512:2],backend:native"]
-)
+@pytest.mark.parametrize("text", ["max_split_size_mb:64", "roundup_power2_divisions:[256:1,512:2],backend:native"])
 def test_settings_string(text: str) -> None:
     assert allocator_settings(text) == text
 

@@ -113,9 +113,7 @@ SIGNALS = [
 def test_stop_signal_twice(start: Start, target: str, name: str) -> None:
     running = start({"steps": 10_000})
     running.training()
-    pid = {"launcher": running.process.pid, "torchrun": running.torchrun(), "worker": running.worker(1)}[
-        target
-    ]
+    pid = {"launcher": running.process.pid, "torchrun": running.torchrun(), "worker": running.worker(1)}[target]
     number = getattr(signal, name)
     os.kill(pid, number)
     processes.send(pid, number)
@@ -193,9 +191,7 @@ def test_changed_settings_are_refused(start: Start) -> None:
     assert other.wait() == 78
     assert "optim.weight_decay: 0.05 -> 0.2" in other.text()
     assert "Traceback" not in other.text()
-    allowed = start(
-        {"steps": 2}, sections={"optim": {"weight_decay": 0.2}, "checkpoint": {"allow_changes": True}}
-    )
+    allowed = start({"steps": 2}, sections={"optim": {"weight_decay": 0.2}, "checkpoint": {"allow_changes": True}})
     assert allowed.wait() == 0, allowed.text()
     assert "weight_decay: 0.2" in (allowed.directory / "run.yaml").read_text()
 

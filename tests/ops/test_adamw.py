@@ -58,9 +58,7 @@ def float64_update(tensors: dict[str, Tensor | None], settings: AdamWSettings) -
 
 
 @pytest.mark.parametrize("numel", [1, 255, 1024, 1025, 2816])
-@pytest.mark.parametrize(
-    ("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
-)
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("zero_grad", [False, True])
 def test_equals_reference_and_float64(numel: int, dtype: torch.dtype, master: bool, zero_grad: bool) -> None:
     settings = replace(SETTINGS, decay_end=min(SETTINGS.decay_end, numel))

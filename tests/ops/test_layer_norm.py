@@ -23,9 +23,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     faithful_bf16(monkeypatch)
 
 
-def _case(
-    rows: int, columns: int, x_dtype: torch.dtype, dtype: torch.dtype, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def _case(rows: int, columns: int, x_dtype: torch.dtype, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -88,9 +86,7 @@ def test_against_float64(rows: int, columns: int, x_dtype: torch.dtype, dtype: t
     assert s.dtype == x_dtype
     assert y.dtype == dtype
     assert_close("s", s, want_s, LIMIT[x_dtype])
-    want_y = torch.nn.functional.layer_norm(
-        s.double(), (columns,), case["weight"].double(), case["bias"].double(), EPS
-    )
+    want_y = torch.nn.functional.layer_norm(s.double(), (columns,), case["weight"].double(), case["bias"].double(), EPS)
     assert_close("y", y, want_y, LIMIT[dtype])
     assert_close("mean", mean, s.double().mean(1), 1e-6)
     assert_close("rstd", rstd, (s.double().var(1, unbiased=False) + EPS).rsqrt(), 1e-6)
@@ -125,9 +121,7 @@ def test_row_scale(dtype: torch.dtype) -> None:
     factor = row_scale.double().repeat_interleave(per_scale)[:, None]
     assert_close("s", s, case["x"].double() + factor * case["delta"].double(), LIMIT[dtype])
     want = _autograd(case, s, row_scale, per_scale, with_grad_s=True)
-    got = add_layer_norm_backward(
-        case["grad_y"], case["grad_s"], s, mean, rstd, case["weight"], row_scale, per_scale
-    )
+    got = add_layer_norm_backward(case["grad_y"], case["grad_s"], s, mean, rstd, case["weight"], row_scale, per_scale)
     for name, out in zip(want, got, strict=True):
         assert out is not None
         assert_close(name, out, want[name], 3e-6 if out.dim() == 1 else LIMIT[dtype])
@@ -165,9 +159,7 @@ def test_every_schedule_gives_the_same(config: RowConfig) -> None:
     first = add_layer_norm_backward(*backward)  # type: ignore[arg-type]
     again = add_layer_norm_backward(*backward)  # type: ignore[arg-type]
     other = add_layer_norm_backward(*backward, config=config)  # type: ignore[arg-type]
-    for name, a, b, c in zip(
-        ("grad_x", "dweight", "dbias", "sum"), first[:4], again[:4], other[:4], strict=True
-    ):
+    for name, a, b, c in zip(("grad_x", "dweight", "dbias", "sum"), first[:4], again[:4], other[:4], strict=True):
         assert a is not None
         assert b is not None
         assert c is not None
@@ -183,9 +175,7 @@ def test_reference_is_autograd(dtype: torch.dtype) -> None:
         case["x"], case["delta"], row_scale, 1, case["weight"], case["bias"], EPS, dtype
     )
     want = _autograd(case, s, row_scale, 1, with_grad_s=True)
-    got = add_layer_norm_backward_reference(
-        case["grad_y"], case["grad_s"], s, mean, rstd, case["weight"], row_scale, 1
-    )
+    got = add_layer_norm_backward_reference(case["grad_y"], case["grad_s"], s, mean, rstd, case["weight"], row_scale, 1)
     want_y = torch.nn.functional.layer_norm(s, (24,), case["weight"], case["bias"], EPS)
     assert_close("y", y, want_y, 1e-6)
     for name, out in zip(want, got, strict=True):

@@ -113,9 +113,7 @@ CONFIGS = {
     "pointers-halves-persistent": GemmConfig(32, 64, 32, 3, 4, 2, halves=True, programs_per_multiprocessor=1),
     "pointers-early": GemmConfig(32, 64, 32, 2, 4, 2, early_factor=True),
     "tma": GemmConfig(32, 64, 32, 2, 4, 2, tma=True),
-    "tma-halves-persistent": GemmConfig(
-        32, 64, 64, 2, 4, 2, tma=True, halves=True, programs_per_multiprocessor=1
-    ),
+    "tma-halves-persistent": GemmConfig(32, 64, 64, 2, 4, 2, tma=True, halves=True, programs_per_multiprocessor=1),
     "tma-early": GemmConfig(32, 64, 32, 2, 4, 2, tma=True, early_factor=True),
 }
 

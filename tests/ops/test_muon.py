@@ -79,20 +79,14 @@ def test_pack_equals_reference(
     grad, momentum, packed = results[0]
     assert (grad[inside] == 0).all() == zero_grad
     assert momentum[inside].isfinite().all()
-    own_elements = sum(
-        m.rows * m.cols for m, p in zip(matrices, plan.placements, strict=True) if p.rank == rank
-    )
+    own_elements = sum(m.rows * m.cols for m, p in zip(matrices, plan.placements, strict=True) if p.rank == rank)
     assert packed.isfinite().sum() == own_elements
 
 
 @pytest.mark.parametrize("shapes", [ALIGNED, ODD])
-@pytest.mark.parametrize(
-    ("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
-)
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_apply_equals_reference(
-    shapes: list[tuple[int, int]], dtype: torch.dtype, master: bool, ranks: int
-) -> None:
+def test_apply_equals_reference(shapes: list[tuple[int, int]], dtype: torch.dtype, master: bool, ranks: int) -> None:
     matrices, numel = layout(shapes)
     plan = plan_of(matrices, ranks)
     factors = [0.5 + i for i in range(len(matrices))]

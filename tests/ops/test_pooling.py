@@ -22,9 +22,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("groups", "q", "columns"), [(1, 4, 96), (7, 2, 112), (130, 4, 100), (5, 8, 192), (3, 3, 7)]
-)
+@pytest.mark.parametrize(("groups", "q", "columns"), [(1, 4, 96), (7, 2, 112), (130, 4, 100), (5, 8, 192), (3, 3, 7)])
 def test_forward_and_gradient(groups: int, q: int, columns: int, dtype: torch.dtype) -> None:
     # Few distinct values, so that most groups have ties; the gradient must go to the first of the equal rows.
     x = (torch.randint(-3, 4, (groups * q, columns)) / 2).to(dtype).requires_grad_()
@@ -42,9 +40,7 @@ def test_forward_and_gradient(groups: int, q: int, columns: int, dtype: torch.dt
 
 def test_nan_wins_and_infinities() -> None:
     nan, inf = float("nan"), float("inf")
-    x = torch.tensor(
-        [[1.0, nan, -inf, nan], [nan, 2.0, -inf, 1.0], [3.0, nan, -inf, inf], [nan, inf, -inf, nan]]
-    )
+    x = torch.tensor([[1.0, nan, -inf, nan], [nan, 2.0, -inf, 1.0], [3.0, nan, -inf, inf], [nan, inf, -inf, nan]])
     y, index = max_pool_forward(x, 4)
     want, want_index = max_pool_forward_reference(x, 4)
     assert torch.equal(y.nan_to_num(7.0), want.nan_to_num(7.0))

@@ -128,9 +128,7 @@ def test_grad_norm_equals_float64(dtype: torch.dtype) -> None:
     model = small_model().to(dtype)
     optimizer = AdamW(model.named_parameters(), lr=1e-3)
     set_gradients(model, 0)
-    exact = math.sqrt(
-        sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None)
-    )
+    exact = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
     norm = optimizer.grad_norm()
     assert norm.dtype == torch.float32
     assert norm.shape == ()

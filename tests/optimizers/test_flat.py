@@ -32,9 +32,7 @@ def small_model() -> nn.Module:
 
 
 def backward(model: nn.Module) -> None:
-    model(
-        torch.ones(2, model[0].in_features if isinstance(model, nn.Sequential) else 6)
-    ).square().sum().backward()
+    model(torch.ones(2, model[0].in_features if isinstance(model, nn.Sequential) else 6)).square().sum().backward()
 
 
 def test_parameters_keep_identity_and_values_and_move_into_one_buffer() -> None:

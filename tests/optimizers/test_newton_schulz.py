@@ -71,9 +71,7 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (2, 24, 96), (1, 8, 200)])
-def test_singular_values_come_near_one_and_directions_stay(
-    dtype: torch.dtype, shape: tuple[int, int, int]
-) -> None:
+def test_singular_values_come_near_one_and_directions_stay(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     u, _ = torch.linalg.qr(torch.randn(shape[0], shape[1], shape[1], generator=generator))
     v, _ = torch.linalg.qr(torch.randn(shape[0], shape[2], shape[1], generator=generator))

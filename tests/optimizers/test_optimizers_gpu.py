@@ -39,9 +39,7 @@ def gradient(optimizer: FlatOptimizer, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
-)
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
 def test_adamw_kernel_equals_reference(dtype: torch.dtype, master: bool, zero_grad: bool) -> None:
     _, optimizer = make("adamw", dtype, master=master)
     assert isinstance(optimizer, AdamW)
@@ -54,9 +52,7 @@ def test_adamw_kernel_equals_reference(dtype: torch.dtype, master: bool, zero_gr
         optimizer.params.flat_grad.copy_(grad)
         optimizer.step(scale, zero_grad=zero_grad)
         count += 1
-        adamw_reference(
-            param, grad, exp_avg, exp_avg_sq, masters, optimizer.lr, count, scale, optimizer.settings
-        )
+        adamw_reference(param, grad, exp_avg, exp_avg_sq, masters, optimizer.lr, count, scale, optimizer.settings)
         assert zero_grad != bool(optimizer.params.flat_grad.any())
     torch.testing.assert_close(optimizer.exp_avg, exp_avg, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(optimizer.exp_avg_sq, exp_avg_sq, rtol=1e-5, atol=1e-7)

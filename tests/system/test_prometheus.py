@@ -52,9 +52,7 @@ def test_promtool(arguments: list[str]) -> None:
 
 def test_promtool_reads_the_endpoint(live: Running) -> None:
     body = urllib.request.urlopen(live.metrics() + "/metrics", timeout=5).read()
-    answer = subprocess.run(
-        [program("promtool"), "check", "metrics"], input=body, capture_output=True, check=False
-    )
+    answer = subprocess.run([program("promtool"), "check", "metrics"], input=body, capture_output=True, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
