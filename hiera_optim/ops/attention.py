@@ -26,7 +26,6 @@ from hiera_optim.ops._launch import (
     require_shape,
 )
 from hiera_optim.ops.attention_blocks import head_dim_blocks, split_blocks, sum_partials
-from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 from hiera_optim.ops.attention_config import (
     DTYPES,
     MAX_TOKENS,
@@ -37,6 +36,7 @@ from hiera_optim.ops.attention_config import (
 )
 from hiera_optim.ops.attention_long import long_backward_keys, long_backward_queries, long_forward
 from hiera_optim.ops.attention_resident import resident_backward, resident_forward
+from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 
 
 def _check(qkv: Tensor, q_stride: int) -> tuple[int, int, int, int]:

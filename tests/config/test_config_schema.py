@@ -1,7 +1,6 @@
 """The sections: descriptions, defaults, immutability, path expansion and each field's own bounds."""
 
 # Messages are compared whole.
-# ruff: noqa: E501
 
 from __future__ import annotations
 
