@@ -20,10 +20,12 @@ _PER_DIMENSION = ("q_stride", "mask_unit_size", "patch_kernel", "patch_stride", 
 
 
 class BatchSplit(NamedTuple):
-    """How the global batch is computed: samples a rank at once, and how many such a step."""
+    """How the global batch is computed on a number of ranks."""
 
     micro_batch: int
+    """Samples a rank computes at once."""
     accumulation: int
+    """Micro-batches of a rank in an optimizer step."""
 
 
 def check_settings(config: RunConfig) -> None:

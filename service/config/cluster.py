@@ -139,7 +139,7 @@ class KubernetesSection(Section):
     """Size of each claim that is made."""
     shm_size: Quantity = "16Gi"
     """Size limit of /dev/shm, which counts as the pod's memory."""
-    run_as_user: int = Field(default=1000, gt=0)
+    run_as_user: int = Field(default=10001, gt=0)
     """User and group id of the processes and of what they write."""
     retries: int = Field(default=3, ge=0)
     """Failures a node that are tried again; preemptions and orderly stops do not count."""
