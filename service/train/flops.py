@@ -9,11 +9,13 @@ predictions of masked tokens only. Norms, activations and softmax are not counte
 from __future__ import annotations
 
 import math
+import re
 
+from service.config.geometry import kept_mask_units, mask_unit_count
 from service.config.schema import ModelSection
 
 # Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (half of the number "with sparsity"
-# where only that is given). The first name that is part of the device's name wins.
+# where only that is given). The first name whose words are in the device's name wins: "A40" is not an RTX A4000.
 _PEAKS = (
     ("GB300", 2.5e15),
     ("B300", 2.25e15),
@@ -40,7 +42,7 @@ _PEAKS = (
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name its driver gives, None if it is not in the table."""
-    return next((peak for name, peak in _PEAKS if name in device_name), None)
+    return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def training_flops(model: ModelSection) -> float:
@@ -52,11 +54,8 @@ def forward_flops(model: ModelSection) -> float:
     """FLOPs of one sample's masked-autoencoder forward pass, from the shapes in FAIR's hiera.py and
     hiera_mae.py.
     """
-    units = math.prod(
-        size // stride // side
-        for size, stride, side in zip(model.input_size, model.patch_stride, model.mask_unit_size, strict=True)
-    )
-    kept = int(units * (1 - model.mask_ratio))
+    units = mask_unit_count(model)
+    kept = kept_mask_units(units, model.mask_ratio)
     tokens = math.prod(model.mask_unit_size)  # in a mask unit, at the current stage
     dim = model.embed_dim
     flops = _matmul(kept * tokens, math.prod(model.patch_kernel) * model.in_chans, dim)

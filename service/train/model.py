@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,36 +19,6 @@ from hiera_optim.optimize import optimize
 from service.config.schema import ModelSection, OptimSection, RunConfig, TrainSection
 from service.errors import UserError
 from service.train.checkpoint import FORMAT, check_same_shapes, load_tensors
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How the global batch is computed on this number of ranks."""
-
-    micro_batch: int
-    """Samples a rank computes at once."""
-    accumulation: int
-    """Micro-batches of a rank in an optimizer step."""
-
-
-def plan_batch(train: TrainSection, world_size: int) -> BatchPlan:
-    """Cuts train.global_batch into micro-batches for `world_size` ranks.
-
-    Raises:
-        UserError: it does not divide.
-    """
-    share, rest = divmod(train.global_batch, world_size)
-    if rest or share == 0:
-        raise UserError(
-            f"train.global_batch {train.global_batch} does not divide by {world_size} ranks; change either"
-        )
-    micro_batch = train.micro_batch or share
-    if share % micro_batch:
-        raise UserError(
-            f"train.micro_batch {micro_batch} does not divide the {share} samples that each of {world_size} "
-            f"ranks takes of train.global_batch {train.global_batch}"
-        )
-    return BatchPlan(micro_batch, share // micro_batch)
 
 
 def build_fair_model(section: ModelSection, seed: int) -> nn.Module:

@@ -7,17 +7,11 @@ from pathlib import Path
 
 from hiera_optim.optim.flat import FlatOptimizer
 from hiera_optim.training import TrainStep
+from service.config.checks import BatchSplit, check_world
 from service.config.schema import RunConfig
 from service.data import Source, Stream, open_data
 from service.train.checkpoint import checkpoint_path, newest_whole, remove_leftovers
-from service.train.model import (
-    BatchPlan,
-    build_fair_model,
-    build_model,
-    build_optimizer,
-    plan_batch,
-    restore,
-)
+from service.train.model import build_fair_model, build_model, build_optimizer, restore
 from service.train.progress import Console
 from service.train.schedule import Schedule, make_schedule
 from service.train.workers import Workers, check_same_weights
@@ -30,7 +24,7 @@ class Run:
     config: RunConfig
     directory: Path
     workers: Workers
-    plan: BatchPlan
+    split: BatchSplit
     train_data: Source
     val_data: Source | None
     """None: nothing is held out."""
@@ -54,7 +48,7 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
         UserError: data, checkpoint or configuration do not fit.
     """
     on_cuda = workers.device.type == "cuda"
-    plan = plan_batch(config.train, workers.world_size)
+    split = check_world(config, workers.world_size)
     train_data, val_data = open_data(config.data, config.model, seed=config.run.seed)
     schedule = make_schedule(config.optim, config.train, len(train_data))
     if schedule.warmup >= schedule.total:
@@ -74,8 +68,8 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
     train_step = TrainStep(
         model,
         optimizer,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
+        micro_batch=split.micro_batch,
+        accumulation=split.accumulation,
         mask_ratio=config.model.mask_ratio,
         seed=config.run.seed,
         clip_grad_norm=config.optim.clip_grad_norm,
@@ -86,7 +80,7 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
         config=config,
         directory=run_dir,
         workers=workers,
-        plan=plan,
+        split=split,
         train_data=train_data,
         val_data=val_data,
         schedule=schedule,
@@ -103,7 +97,7 @@ def make_stream(run: Run, start_step: int) -> Stream:
     return Stream(
         run.train_data,
         global_batch=config.train.global_batch,
-        micro_batch=run.plan.micro_batch,
+        micro_batch=run.split.micro_batch,
         rank=run.workers.rank,
         world_size=run.workers.world_size,
         start_step=start_step,

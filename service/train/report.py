@@ -289,7 +289,7 @@ def _nonfinite_sample(run: Run, step: int) -> tuple[int, int]:
     """
     stream = make_stream(run, step - 1)
     try:
-        for _ in range(run.plan.accumulation):
+        for _ in range(run.split.accumulation):
             x, sample_ids = next(stream)
             bad = ~torch.isfinite(x).flatten(1).all(dim=1)
             if bool(bad.any()):

@@ -9,15 +9,13 @@ import math
 from dataclasses import dataclass
 
 from service.config.schema import OptimSection, TrainSection
-from service.errors import UserError
 
 
 def total_steps(train: TrainSection, epoch_samples: int) -> int:
     """Optimizer steps of the whole run; `epoch_samples` is the number of training samples in an epoch."""
     if train.steps is not None:
         return train.steps
-    if train.epochs is None:
-        raise UserError("train.epochs and train.steps are both unset; set one of them")
+    assert train.epochs is not None  # TrainSection takes no run without a length
     return max(1, int(train.epochs * epoch_samples / train.global_batch))
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from service.config.schema import OptimSection, TrainSection
-from service.errors import UserError
 from service.train.schedule import Schedule, make_schedule, total_steps
 
 
@@ -33,8 +32,6 @@ def test_lengths_follow_from_epochs_or_steps():
     assert total_steps(train, 10) == 1
     assert make_schedule(OptimSection(warmup_epochs=0.5), train, 1000).warmup == 5
     assert make_schedule(OptimSection(warmup_epochs=0.5, warmup_steps=3), train, 1000).warmup == 3
-    with pytest.raises(UserError, match=r"train\.epochs and train\.steps"):
-        total_steps(train.model_copy(update={"epochs": None}), 1000)
 
 
 def test_no_warm_up_starts_at_the_peak_and_a_run_inside_its_warm_up_only_rises():
