@@ -348,6 +348,6 @@ class Saver:
             older = [path for s, path in list_checkpoints(self.folder) if s < step]
             for path in older[: max(0, len(older) - (self.keep - 1))]:
                 path.unlink(missing_ok=True)
-        except (OSError, RuntimeError, MemoryError) as raised:
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the loop must hear of it: this thread ends here
             error = raised
         self._result = Saved(step, time.perf_counter() - began, error)

@@ -93,7 +93,7 @@ def train(
                 result = evaluate(
                     run.train_step,
                     run.val_data,
-                    micro_batch=run.plan.micro_batch,
+                    micro_batch=run.split.micro_batch,
                     workers=workers,
                     samples=config.train.eval_samples,
                     threads=config.data.threads,
@@ -117,7 +117,7 @@ def train(
                 seed_step(config.run.seed, step, workers)
             run.optimizer.lr.fill_(schedule(step))
             output = None
-            for _ in range(run.plan.accumulation):
+            for _ in range(run.split.accumulation):
                 output = run.train_step(*next(stream))
             assert output is not None
             step += 1
@@ -160,7 +160,9 @@ def train(
             lost = "" if stored else "; its checkpoint could not be written, an older one is there"
             reason = f"stopped by {signal_name(vote.stop_signal)} after step {step}{lost}"
             return Outcome("stopped", step, reason)
-        if not stored:
+        # Only rank 0 knows whether its disk took the checkpoint; no node may call the run finished without it.
+        (stored_by_first,) = workers.from_first([int(stored)])
+        if not stored_by_first:
             raise UserError(
                 f"training is complete, but its last checkpoint could not be written to {run.checkpoints};\n"
                 "make room and run the same command again",

@@ -171,3 +171,12 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     (tmp_path / ".step-00000002.safetensors.123.tmp").write_bytes(b"half")
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["step-00000001.safetensors"]
+
+
+def test_any_failure_of_the_writing_thread_is_reported(tmp_path):
+    saver = Saver(tmp_path, keep=2)
+    saver.start(1, {"model.weight": torch.zeros(2, dtype=torch.complex64)}, META)  # no safetensors dtype
+    saved = saver.wait()
+    assert saved is not None
+    assert isinstance(saved.error, KeyError)
+    assert list_checkpoints(tmp_path) == []

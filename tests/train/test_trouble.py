@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import resource
 import subprocess
 import tempfile
@@ -177,7 +178,8 @@ def test_a_rank_that_compiles_longer_than_the_timeout_is_waited_for_but_not_late
     assert codes == [0, 0], output
     codes, output = Start(make_run(tmp_path / "later", config), 2, before=sleepy_later).finish()
     assert 1 in codes, output
-    assert "imed out" in output
+    # gloo's words for it depend on what the waiting rank was doing.
+    assert re.search(r"[Tt]imed? ?out", output), output
 
 
 def test_minutes_also_ask_for_checkpoints(tmp_path):
@@ -190,7 +192,7 @@ def test_minutes_also_ask_for_checkpoints(tmp_path):
 def test_batches_that_do_not_divide_name_the_fields(tmp_path):
     codes, _ = Start(make_run(tmp_path, make_config(train={"global_batch": 5})), 2).finish()
     assert codes == [78, 78]
-    assert "train.global_batch 5 does not divide by 2 ranks" in state_of(tmp_path)["reason"]
+    assert "train.global_batch: 5 does not divide by 2 ranks" in state_of(tmp_path)["reason"]
 
 
 def test_a_stop_during_validation_is_obeyed(tmp_path):
