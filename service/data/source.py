@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-Array = NDArray[Any]
 
 
 class Source(Protocol):
