@@ -6,16 +6,15 @@ single value are here; what several values have to agree on is in `service.confi
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from service.config.allocator import allocator_settings
 from service.config.cluster import ClusterSection
 from service.config.fields import ExpandedPath, Natural, Paddings, Positive, Section, Sizes
 
-ALLOCATOR_PRESETS = ("default", "large-batch", "captured-ddp", "debug")
 BUILTIN = "builtin:"
 """What data.path starts with when it names pictures that installed packages ship instead of a path."""
 REFERENCE_BATCH = 256
@@ -229,11 +228,8 @@ class RuntimeSection(Section):
     @field_validator("allocator")
     @classmethod
     def _known_allocator(cls, value: str) -> str:
-        if value in ALLOCATOR_PRESETS or ":" in value:
-            return value
-        near = difflib.get_close_matches(value, ALLOCATOR_PRESETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "write option:value,... or a preset"
-        raise ValueError(f"{value!r} is not a preset ({', '.join(ALLOCATOR_PRESETS)}); {hint}")
+        allocator_settings(value)
+        return value
 
 
 class MetricsSection(Section):

@@ -13,49 +13,14 @@ import pwd
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
+from service.config.allocator import allocator_settings
 from service.config.schema import RunConfig
-from service.errors import UserError
 from service.launch import caches, hardware, numa
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The name since torch 2.9 and the older one; both get one value, since which wins depends on the version."""
-
-ALLOCATOR_PRESETS: dict[str, str] = {
-    # torch's own defaults.
-    "default": "",
-    # Large blocks are not split, segments grow in place: the least fragmentation at large micro-batches.
-    "large-batch": "max_split_size_mb:512,expandable_segments:True",
-    # NCCL's registration of captured buffers hangs with expandable segments (pytorch#158029, nccl#2389).
-    "captured-ddp": "expandable_segments:False",
-    # The driver's own pool, which compute-sanitizer can follow; slower.
-    "debug": "backend:cudaMallocAsync",
-}
-ALLOCATOR_KEYS = frozenset(
-    {
-        "backend",
-        "expandable_segments",
-        "garbage_collection_threshold",
-        "graph_capture_record_stream_reuse",
-        "max_non_split_rounding_mb",
-        "max_split_size_mb",
-        "large_segment_size_mb",
-        "per_process_memory_fraction",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "release_lock_on_cudamalloc",
-        "roundup_power2_divisions",
-        "throw_on_cudamalloc_oom",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -71,30 +36,6 @@ class NodeFacts:
     home_writable: bool = True
     cache: Path = Path("/tmp/hiera-train-cache")
     numa: tuple[tuple[int, ...], ...] = field(default=())
-
-
-def allocator_settings(allocator: str) -> str:
-    """PYTORCH_ALLOC_CONF value of a preset or of a string in that variable's own syntax.
-
-    Raises UserError when it is neither.
-    """
-    if allocator in ALLOCATOR_PRESETS:
-        return ALLOCATOR_PRESETS[allocator]
-    if ":" not in allocator:
-        raise UserError(
-            f"runtime.allocator: {allocator!r} is none of {', '.join(ALLOCATOR_PRESETS)} "
-            "and no key:value list for PYTORCH_ALLOC_CONF"
-        )
-    # Commas inside brackets belong to one value: roundup_power2_divisions:[256:1,512:2].
-    for item in re.split(r",(?![^\[]*\])", allocator):
-        match = re.fullmatch(r"\s*([a-z_0-9]+)\s*:\s*(\[[^\]\s]+\]|[A-Za-z0-9_.]+)\s*", item)
-        if match is None:
-            raise UserError(f"runtime.allocator: {item!r} is not key:value")
-        if match.group(1) not in ALLOCATOR_KEYS:
-            near = get_close_matches(match.group(1), ALLOCATOR_KEYS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(ALLOCATOR_KEYS))}"
-            raise UserError(f"runtime.allocator: torch has no setting {match.group(1)!r}{hint}")
-    return allocator
 
 
 def inspect_node(config: RunConfig, base: Mapping[str, str]) -> tuple[NodeFacts, list[str]]:
@@ -149,8 +90,7 @@ def environment(
 ) -> tuple[dict[str, str], list[str]]:
     """Variables to set for torchrun and the workers beyond `base`, and notes for the user. Pure.
 
-    `interface` is the network interface for NCCL and gloo, None to leave the choice to them. Raises
-    UserError for an allocator string that torch would refuse.
+    `interface` is the network interface for NCCL and gloo, None to leave the choice to them.
     """
     variables: dict[str, str] = {}
     notes: list[str] = []
@@ -229,52 +169,3 @@ def _threads(configured: int | None, facts: NodeFacts, base: Mapping[str, str]) 
     if facts.numa:
         share = min(share, *(len(part) for part in facts.numa))
     return str(max(1, share))
-
-
-def verify_allocator() -> dict[str, Any]:
-    """Worker side: compare what torch's allocator reports with the environment; returns what it reports.
-
-    Raises UserError when they differ: a library that configured the allocator first, or a torch that
-    reads only one of the two variables. Keys of the answer: `settings` (the string in force, None when
-    this torch does not tell), and on a machine with CUDA `expandable_segments` (bool), `max_split_size`
-    (bytes, -1: no limit), `backend`.
-    """
-    import torch
-
-    wanted, older = (os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
-    if wanted != older:
-        raise UserError(f"{' and '.join(ALLOCATOR_VARIABLES)} differ: {wanted!r} and {older!r}")
-    getter = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    answer: dict[str, Any] = {"settings": getter() if getter is not None else None}
-    if answer["settings"] is not None and answer["settings"] != wanted:
-        raise UserError(f"the allocator runs with {answer['settings']!r} instead of {wanted!r}")
-    if not torch.cuda.is_available():
-        return answer
-    answer["backend"] = torch.cuda.get_allocator_backend()
-    parsed = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    for name in ("expandable_segments", "max_split_size"):
-        if name in parsed:
-            answer[name] = parsed[name]
-    check_reported(wanted, answer)
-    return answer
-
-
-def check_reported(wanted: str, reported: Mapping[str, Any]) -> None:
-    """Compare a settings string with the allocator's parsed values; raises UserError naming the one that
-    differs.
-    """
-    for item in re.split(r",(?![^\[]*\])", wanted):
-        key, _, value = (part.strip() for part in item.partition(":"))
-        expected: object
-        if key == "expandable_segments":
-            expected = value.lower() == "true"
-        elif key == "max_split_size_mb":
-            key, expected = "max_split_size", int(value) * 1024 * 1024
-        elif key == "backend":
-            expected = value
-        else:
-            continue
-        if key in reported and reported[key] != expected:
-            raise UserError(
-                f"the allocator reports {key}={reported[key]}, but {ALLOCATOR_VARIABLES[0]} asks for {item}"
-            )

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from service.config.schema import RuntimeSection
 from service.errors import UserError
+from service.launch.state import ATTEMPT_VARIABLE
+from service.train.allocator import verify_allocator
 from service.train.signals import StopRequest
 
 FIRST_STEP_TIMEOUT_SECONDS = 3600.0
@@ -60,7 +62,8 @@ def join_workers(runtime: RuntimeSection) -> Workers:
     """Joins the process group that torchrun describes in the environment; a single process needs none.
 
     Raises:
-        UserError: runtime.device or runtime.nproc_per_node asks for GPUs that are not there.
+        UserError: runtime.device or runtime.nproc_per_node asks for GPUs that are not there, or the CUDA
+            allocator does not run with runtime.allocator.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -88,6 +91,8 @@ def _device(runtime: RuntimeSection, local_rank: int) -> torch.device:
         raise UserError(f"runtime.nproc_per_node asks for more workers than the {count} GPUs of this node")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    if ATTEMPT_VARIABLE in os.environ:  # started by the launcher, whose settings these are
+        verify_allocator()
     return device
 
 

@@ -292,7 +292,7 @@ def test_relative_paths_become_absolute_but_builtin_data_stays(write, tmp_path):
 def test_a_dumped_configuration_reads_back_equal(write, name):
     odd = [
         "run.name=1e5",
-        "runtime.allocator=a: b # 'c'",
+        "metrics.host=a: b # 'c'",
         "data.path=/ü/on $$x",
         "optim.eps=1e-8",
         "train.capture=off",
