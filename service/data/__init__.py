@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from service.config.data_checks import PHOTOGRAPHS
 from service.config.schema import DataSection, ModelSection
 from service.data import hashing
 from service.data.array import ArraySource, normalise_for, open_array
 from service.data.images import BadFiles, ImageSource, list_pictures, split_by_name
-from service.data.photographs import BUILTIN, HELD_OUT, TRAIN, PhotographSource, load
+from service.data.photographs import HELD_OUT, TRAIN, PhotographSource, load
 from service.data.source import Source, held_out
 from service.data.stream import Stream, validation
 from service.data.synthetic import SyntheticSource
@@ -47,8 +48,8 @@ def open_data(data: DataSection, model: ModelSection, *, seed: int) -> tuple[Sou
     if data.path is None:
         raise UserError(f"data.path is not set and data.kind={data.kind} needs it: --set data.path=…")
     if data.kind == "array":
-        return _open_arrays(data, model, data.path.expanduser())
-    return _open_pictures(data, model, data.path.expanduser())
+        return _open_arrays(data, model, data.path)
+    return _open_pictures(data, model, data.path)
 
 
 def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source | None]:
@@ -84,14 +85,13 @@ def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[
         pictures = load(TRAIN if train else HELD_OUT, model.in_chans)
         return PhotographSource(pictures, size, normalise, train=train, scale=data.crop_scale, flip=data.flip)
 
-    builtin = path.name == BUILTIN
+    builtin = str(path) == PHOTOGRAPHS
     names = [] if builtin else list_pictures(path)
     if data.val_path is not None:
         train = photographs(True) if builtin else files(path, names, True)
-        val_path = data.val_path.expanduser()
-        if val_path.name == BUILTIN:
+        if str(data.val_path) == PHOTOGRAPHS:
             return train, photographs(False)
-        return train, files(val_path, list_pictures(val_path, "data.val_path"), False)
+        return train, files(data.val_path, list_pictures(data.val_path, "data.val_path"), False)
     if builtin:
         return photographs(True), None if data.val_fraction == 0 else photographs(False)
     if data.val_fraction == 0:
@@ -105,7 +105,7 @@ def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[So
     rows = open_array(path, shape)
     normalise = normalise_for(rows, model.in_chans, data.mean, data.std)
     if data.val_path is not None:
-        val_rows = open_array(data.val_path.expanduser(), shape, "data.val_path")
+        val_rows = open_array(data.val_path, shape, "data.val_path")
         val_normalise = normalise_for(val_rows, model.in_chans, data.mean, data.std)
         return ArraySource(rows, normalise), ArraySource(val_rows, val_normalise)
     if data.val_fraction == 0:

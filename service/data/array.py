@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from service.config.data_checks import ARRAY_DTYPES
 from service.data.transforms import Normalise
 from service.errors import UserError
-
-DTYPES = ("float16", "float32", "float64", "uint8", "int16")
 
 
 def open_array(path: Path, sample_shape: tuple[int, ...], field: str = "data.path") -> NDArray[Any]:
@@ -38,8 +37,8 @@ def open_array(path: Path, sample_shape: tuple[int, ...], field: str = "data.pat
         raise UserError(
             f"{field}: {path} is not a whole .npy file of numbers ({reason}); write it with numpy.save"
         ) from None
-    if rows.dtype.newbyteorder("=").name not in DTYPES:
-        raise UserError(f"{field}: {path} holds {rows.dtype}; convert it to one of {', '.join(DTYPES)}")
+    if rows.dtype.newbyteorder("=").name not in ARRAY_DTYPES.values():
+        raise UserError(f"{field}: {path} holds {rows.dtype}; convert it to one of {', '.join(ARRAY_DTYPES.values())}")
     if rows.shape[1:] != sample_shape:
         expected = ", ".join(map(str, ("N", *sample_shape)))
         raise UserError(

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from service.config.data_checks import PHOTOGRAPHS
 from service.data import hashing
 from service.data.transforms import Normalise, random_view, render, upright
 from service.errors import UserError
-
-BUILTIN = "builtin:photographs"
 
 TRAIN = (
     ("skimage", "data/astronaut.png"),
@@ -64,7 +63,7 @@ def load(entries: tuple[tuple[str, str], ...], in_chans: int) -> list[Image.Imag
                 pictures.append(upright(picture, in_chans))
     if not pictures:
         raise UserError(
-            f"data.path: {BUILTIN} needs scikit-image and scikit-learn; "
+            f"data.path: {PHOTOGRAPHS} needs scikit-image and scikit-learn; "
             "install them with pip install 'hiera-train[quickstart]'"
         )
     return pictures

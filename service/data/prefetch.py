@@ -106,4 +106,5 @@ class Prefetcher(Iterator[Batch]):
         # One part a thread: a batch is ready as early as it can be, at little cost for the queue.
         size = -(-count // self._threads)
         parts = [self._pool.submit(read, first, min(first + size, count)) for first in range(0, count, size)]
-        return Batch(x, torch.from_numpy(plan.sample_ids), plan.real), parts
+        sample_ids = torch.from_numpy(plan.sample_ids)
+        return Batch(x, sample_ids.pin_memory() if self._pin else sample_ids, plan.real), parts

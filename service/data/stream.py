@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from service.data import hashing
-from service.data.prefetch import Batch, BatchPlan, Prefetcher
+from service.data.prefetch import BatchPlan, Prefetcher
 from service.data.source import Source
 
 
@@ -30,7 +30,7 @@ class Stream(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         train: shuffle every epoch; otherwise samples come in the source's order.
         threads: reading threads.
         prefetch: micro-batches read ahead.
-        pin: use page-locked memory.
+        pin: use page-locked memory, which a GPU copies from asynchronously.
 
     Raises:
         ValueError: global_batch is not a multiple of world_size * micro_batch.
@@ -145,6 +145,3 @@ def _plans(
             keys = hashing.derive_many(augment_key, numbers)
             yield BatchPlan(indices.tolist(), keys.tolist(), numbers, micro_batch)
         step += 1
-
-
-__all__ = ["Batch", "Stream", "validation"]

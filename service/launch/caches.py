@@ -32,7 +32,7 @@ def cache_root(configured: Path | None, environment: Mapping[str, str], uid: int
     error.
     """
     if configured is not None:
-        return [configured.expanduser()]
+        return [configured]
     candidates = []
     if environment.get("XDG_CACHE_HOME"):
         candidates.append(Path(environment["XDG_CACHE_HOME"]) / "hiera-train")
