@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,18 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hiera_optim.state_dict import clean_state_dict
 from service.errors import EXIT_FINISHED, UserError
 from service.train.checkpoint import load_tensors
 from service.train.reconstruct import find_checkpoint
 
 SUFFIXES = (".pth", ".safetensors")
-_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
-
-
-def fair_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict under FAIR's names: prefixes of DDP (`module.`) and torch.compile (`_orig_mod.`)
-    removed."""
-    return {_WRAPPERS.sub("", name): tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def write_weights(weights: Mapping[str, Tensor], to: Path) -> None:
@@ -67,9 +60,7 @@ def main(run_dir: Path, to: Path, step: int | None = None) -> int:
     Raises:
         UserError: there is no such checkpoint, or the file cannot be written.
     """
-    if to.suffix not in SUFFIXES:
-        raise UserError(f"--to: {to} must end in {' or '.join(SUFFIXES)}")
     step, checkpoint = find_checkpoint(run_dir, step)
-    write_weights(fair_state(load_tensors(checkpoint, "model.")), to)
+    write_weights(clean_state_dict(load_tensors(checkpoint, "model.")), to)
     print(f"{to}: weights after step {step}")
     return EXIT_FINISHED

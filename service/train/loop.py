@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 
 from service.config.schema import RunConfig
-from service.data import validation
 from service.data.hashing import derive
 from service.errors import EXIT_FAILED, UserError
 from service.metrics.client import MetricsClient
@@ -27,7 +26,7 @@ from service.train.evaluate import evaluate
 from service.train.model import checkpoint_meta, checkpoint_tensors
 from service.train.prepare import Run, make_stream, prepare
 from service.train.progress import Console
-from service.train.reconstruct import SAMPLES, write_pictures
+from service.train.reconstruct import draw_held_out, picture_path
 from service.train.report import Reporter, StepLog
 from service.train.signals import StopRequest, signal_name
 from service.train.workers import BoundaryVote, Workers, join_workers, shorten_timeouts
@@ -196,27 +195,12 @@ def save(run: Run, saver: Saver, step: int, log: StepLog) -> None:
 
 
 def draw_reconstructions(run: Run, step: int, console: Console) -> None:
-    """Draws held-out pictures, masked and reconstructed, into reconstructions/, unless that is there
-    already.
-    """
-    path = run.directory / "reconstructions" / f"step-{step:08d}.png"
+    """Draws held-out pictures, masked and reconstructed, unless those of this step are there already."""
+    path = picture_path(run.directory, step)
     if run.val_data is None or path.exists():
         return
-    config = run.config
-    x, sample_ids, real = next(
-        validation(run.val_data, micro_batch=SAMPLES, rank=0, world_size=1, samples=SAMPLES)
-    )
     try:
-        write_pictures(
-            run.train_step.model,
-            x[:real],
-            sample_ids[:real],
-            path,
-            seed=config.run.seed,
-            mask_ratio=config.model.mask_ratio,
-            mean=config.data.mean,
-            std=config.data.std,
-        )
+        draw_held_out(run.train_step.model, run.val_data, path, run.config)
     except UserError as error:
         console.warn(str(error))
 

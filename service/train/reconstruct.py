@@ -20,7 +20,7 @@ from hiera_optim.geometry import Geometry
 from hiera_optim.masks import sample_mask, unwrap
 from service.config.load import load_config
 from service.config.schema import RunConfig
-from service.data import open_data, validation
+from service.data import Source, open_data, validation
 from service.errors import EXIT_FINISHED, UserError
 from service.train.checkpoint import (
     DamagedCheckpoint,
@@ -138,6 +138,31 @@ def write_pictures(
     save_png(draw_samples(original.numpy(), made.numpy(), hidden.cpu().numpy()), path)
 
 
+def picture_path(run_dir: Path, step: int) -> Path:
+    """Where the reconstructions after `step` optimizer steps are drawn."""
+    return run_dir / "reconstructions" / f"step-{step:08d}.png"
+
+
+def draw_held_out(model: nn.Module, source: Source, path: Path, config: RunConfig) -> None:
+    """`write_pictures` of SAMPLES samples of `source`, or all it has: the same at every call.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    count = min(SAMPLES, len(source))
+    x, sample_ids, _ = next(validation(source, micro_batch=count, rank=0, world_size=1, samples=count))
+    write_pictures(
+        model,
+        x,
+        sample_ids,
+        path,
+        seed=config.run.seed,
+        mask_ratio=config.model.mask_ratio,
+        mean=config.data.mean,
+        std=config.data.std,
+    )
+
+
 def denormalise(x: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
     """x [B, C, ...] * std + mean, by channel."""
     shape = (1, -1, *[1] * (x.ndim - 2))
@@ -171,15 +196,6 @@ def find_checkpoint(run_dir: Path, step: int | None) -> tuple[int, Path]:
     return step, path
 
 
-def load_run(run_dir: Path) -> RunConfig:
-    """The resolved configuration of a run directory.
-
-    Raises:
-        UserError: it is missing or cannot be read.
-    """
-    return load_config(run_dir / "run.yaml")
-
-
 def main(run_dir: Path, *, step: int | None = None) -> int:
     """`hiera-train reconstruct`: write reconstructions/step-<step>.png in the run directory; the exit code.
 
@@ -191,7 +207,7 @@ def main(run_dir: Path, *, step: int | None = None) -> int:
     # Here, not above: export and the trainer use the rest of this module without it.
     from service.train.model import build_fair_model, build_model
 
-    config = load_run(run_dir)
+    config = load_config(run_dir / "run.yaml")
     step, checkpoint = find_checkpoint(run_dir, step)
     fair = build_fair_model(config.model, config.run.seed)
     weights = load_tensors(checkpoint, "model.")
@@ -200,18 +216,7 @@ def main(run_dir: Path, *, step: int | None = None) -> int:
     model = build_model(config.train, fair, torch.device("cpu"), "fp32")
     train, held_out = open_data(config.data, config.model, seed=config.run.seed)
     source = train if held_out is None else held_out
-    count = min(SAMPLES, len(source))
-    x, sample_ids, _ = next(iter(validation(source, micro_batch=count, rank=0, world_size=1, samples=count)))
-    path = run_dir / "reconstructions" / f"step-{step:08d}.png"
-    write_pictures(
-        model,
-        x,
-        sample_ids,
-        path,
-        seed=config.run.seed,
-        mask_ratio=config.model.mask_ratio,
-        mean=config.data.mean,
-        std=config.data.std,
-    )
+    path = picture_path(run_dir, step)
+    draw_held_out(model, source, path, config)
     print(path)
     return EXIT_FINISHED

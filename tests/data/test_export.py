@@ -86,13 +86,6 @@ def test_a_chosen_step_replaces_the_file(run_dir: Path, tmp_path: Path) -> None:
     assert same(load_file(to), make_model(5).state_dict())
 
 
-def test_names_from_wrappers_are_undone() -> None:
-    state = make_model(1).state_dict()
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
-        wrapped = {prefix + name: tensor for name, tensor in state.items()}
-        assert same(export.fair_state(wrapped), state)
-
-
 def test_a_damaged_newest_checkpoint_is_passed_over(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
