@@ -1,8 +1,11 @@
-"""Kernel tests run in Triton's interpreter on the CPU: run this folder in a process of its own.
+"""Where there is no GPU, kernel tests run in Triton's interpreter on the CPU: run this folder in a process of its own.
 
 The variable has to be there before anything imports triton.
 """
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from hiera_optim.optim import AdamW, FlatOptimizer, Muon, muon_parameters, no_decay_parameters
 from hiera_optim.optim.adamw import adamw_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def make(kind: str, dtype: torch.dtype, **arguments: Any) -> tuple[nn.Module, FlatOptimizer]:
