@@ -140,3 +140,7 @@ def markdown() -> str:
         for variable, (value, why) in fabric.variables.items():
             lines.append(f"| `{name}` | `{variable}` | `{value}` | {why} |")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -202,3 +202,8 @@ def test_patches_have_every_kind_of_change():
         {"op": "remove", "path": "/g"},
         {"op": "add", "path": "/h", "value": 3},
     ]
+
+
+def test_the_tables_of_presets_are_in_the_documentation():
+    """Renew with `python -m service.cluster.presets`."""
+    assert presets.markdown() in (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
