@@ -14,9 +14,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 
 from service.launch import processes, state
 from service.launch.worker import STOP_FILE_VARIABLE
@@ -29,7 +29,13 @@ EXIT_AGENT_FAILED = 4
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def forward(number: int, frame: FrameType | None) -> None:
+def forward_signals() -> None:
+    """Wait for stop signals for ever, and forward each."""
+    while True:
+        forward(signal.sigwait(STOP_SIGNALS))
+
+
+def forward(number: int) -> None:
     """Hand a stop signal to the workers and note it; torchrun then ends when they have left."""
     stop = os.environ.get(STOP_FILE_VARIABLE)
     if stop:
@@ -78,8 +84,10 @@ def describe_exit(code: int) -> str:
 def main() -> int:
     """Run torchrun's agent until its workers have ended; see the exit codes above."""
     processes.die_with_parent()
-    for number in STOP_SIGNALS:
-        signal.signal(number, forward)
+    # Blocked, not handled: the workers inherit that, so that no signal can end one before it has its handlers.
+    # One thread takes what arrives.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    threading.Thread(target=forward_signals, name="signals", daemon=True).start()
     # From here on for the workers.
     os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
     debug = bool(os.environ.get("HIERA_DEBUG"))

@@ -190,7 +190,14 @@ class Launch:
             left = self.config.runtime.max_restarts - max(failures, self.worker_starts - 1)
             command = torchrun.command(self.worker_module, self.directory, max(0, left))
             # A session of its own: Ctrl-C in a terminal reaches the launcher alone, which hands it on once.
-            self._agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            # It starts with the stop signals blocked and takes them once it can (service.launch.agent).
+            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                self._agent = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             code = self._wait(self._agent)
             self._kill_all()
             if self.killed or self.stopping or self._outcome() is not None:

@@ -25,15 +25,18 @@ NNODES_VARIABLE = "HIERA_NNODES"
 STARTED_VARIABLE = "HIERA_STARTED"
 """Unix time at which this start began, for time_to_first_step_seconds."""
 MAX_BACKOFF_SECONDS = 30.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
     """Run the module named by the first argument as torchrun's worker."""
     processes.die_with_parent()
     # A signal that arrives before the training module has its handlers must neither kill this rank alone nor
-    # be lost: it does nothing here, and the launcher sends it again until the workers have left.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    # be lost: it does nothing here, and the launcher sends it again until the workers have left. The agent
+    # started this process with the signals blocked.
+    for number in _SIGNALS:
         signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGHUP))
     run_dir = Path(os.environ[state.RUN_DIR_VARIABLE])
     node_rank = int(os.environ.get(state.NODE_RANK_VARIABLE, "0"))
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -65,6 +68,11 @@ def main() -> None:
         if leave.code == EXIT_STOPPED and is_over(run_dir, node_rank, stop_file=False):
             raise SystemExit(0) from None
         raise
+    finally:
+        # The interpreter drops handlers, but not this, before it takes its modules apart, which takes seconds
+        # on a busy machine: a signal sent again would kill a worker that has all behind it.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def is_over(run_dir: Path, node_rank: int, *, stop_file: bool = True) -> bool:

@@ -2,7 +2,7 @@
 
 FAKE_SCRIPT is JSON: {"steps": 50, "seconds": 0.05, "on": {"<restart>": "<what>"}, "rank": 0, "at": 3}.
 `what` happens on rank `rank` at step `at` of restart number `restart`: "exit:1", "kill", "state:78:message",
-"hang", "child".
+"hang", "child". With "linger": 5 the interpreter takes five seconds to end.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 from service.launch import state
 from service.metrics.client import MetricsClient
@@ -28,6 +30,18 @@ def on_signal(number: int, frame: FrameType | None) -> None:
     stop = number
 
 
+class Lingering:
+    """Slow to be taken apart, after the interpreter has dropped its signal handlers."""
+
+    def __init__(self, seconds: float, left: Path) -> None:
+        self.seconds, self.left = seconds, str(left)
+
+    # Modules may be gone when it runs.
+    def __del__(self, sleep: Callable[[float], None] = time.sleep, mkdir: Callable[[str], None] = os.mkdir) -> None:
+        sleep(self.seconds)
+        mkdir(self.left)
+
+
 def main() -> int:
     """Run the script; 0 finished, 75 stopped."""
     script = json.loads(os.environ.get("FAKE_SCRIPT", "{}"))
@@ -37,6 +51,8 @@ def main() -> int:
     rank, restart = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     local_rank = int(os.environ["LOCAL_RANK"])
     run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    if script.get("linger"):
+        sys.modules["lingering"] = cast(Any, Lingering(script["linger"], run_dir / f"left-{rank}"))
     (run_dir / f"pid-{rank}").write_text(str(os.getpid()))
     with (run_dir / "starts").open("a") as file:
         file.write(f"{rank} {restart}\n")

@@ -112,7 +112,8 @@ SIGNALS = [
 @pytest.mark.parametrize(("target", "name"), SIGNALS)
 def test_stop_signal_twice(start: Start, target: str, name: str) -> None:
     running = start({"steps": 10_000})
-    running.training()
+    running.training(0)
+    running.training(1)
     pid = {"launcher": running.process.pid, "torchrun": running.torchrun(), "worker": running.worker(1)}[target]
     number = getattr(signal, name)
     os.kill(pid, number)
@@ -135,6 +136,18 @@ def test_interrupt_during_start(start: Start) -> None:
     assert running.wait() == 75, running.text()
     assert not (running.directory / "starts").exists()
     assert running.orphans() == []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signals_go_on_while_the_workers_leave(start: Start, name: str) -> None:
+    running = start({"steps": 10_000, "linger": 5})
+    running.training(0)
+    running.training(1)
+    running.process.send_signal(getattr(signal, name))
+    # The launcher repeats it after 2 s.
+    assert running.wait() == 75, running.text()
+    assert len(list(running.directory.glob("left-*"))) == 2
+    assert "Traceback" not in running.text()
 
 
 def test_grace_period_ends_deaf_workers(start: Start) -> None:
