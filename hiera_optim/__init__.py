@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .adapters import HieraAdapter, auto_detect, get_hiera_adapter
-from .attention import BACKEND_NAMES, MaskUnitAttentionFast
-from .checkpointing import disable_stage_checkpointing, enable_stage_checkpointing
-from .compat import import_hiera
-from .geometry import Geometry
-from .masks import MAEStepInputs, make_mae_mask, sample_mask
-from .optimize import optimize, recommended_backend, restore, swap_mask_unit_attention
-from .state_dict import clean_state_dict, load_weights, state_dict_mismatches
+from hiera_optim.adapters import HieraAdapter, auto_detect, get_hiera_adapter
+from hiera_optim.attention import BACKEND_NAMES, MaskUnitAttentionFast
+from hiera_optim.checkpointing import disable_stage_checkpointing, enable_stage_checkpointing
+from hiera_optim.compat import import_hiera
+from hiera_optim.geometry import Geometry
+from hiera_optim.masks import MAEStepInputs, make_mae_mask, sample_mask
+from hiera_optim.optimize import optimize, recommended_backend, restore, swap_mask_unit_attention
+from hiera_optim.state_dict import clean_state_dict, load_weights, state_dict_mismatches
 
 if TYPE_CHECKING:
-    from .lightning import MAEStaticInputsCallback, feed_batch
+    from hiera_optim.lightning import MAEStaticInputsCallback, feed_batch
 
 __all__ = [
     "BACKEND_NAMES",
@@ -56,7 +56,7 @@ _LAZY = {"MAEStaticInputsCallback", "feed_batch"}
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from . import lightning
+        from hiera_optim import lightning
 
         return getattr(lightning, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .geometry import FairModel
-from .recognize import check_hiera, fair_class, is_mae_class, why_not_hiera
+from hiera_optim.geometry import FairModel
+from hiera_optim.recognize import check_hiera, fair_class, is_mae_class, why_not_hiera
 
 
 class HieraAdapter:
@@ -24,7 +24,7 @@ class HieraAdapter:
         self._block: type
         self._attention: type
         if model is None:
-            from .compat import import_hiera
+            from hiera_optim.compat import import_hiera
 
             package = import_hiera()
             self._block, self._attention = package.HieraBlock, package.MaskUnitAttention

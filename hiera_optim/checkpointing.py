@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .geometry import FairModel
-from .recognize import check_hiera
+from hiera_optim.geometry import FairModel
+from hiera_optim.recognize import check_hiera
 
 _RECOMPUTING: dict[type, type] = {}
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import packed_attention, pool_max, take_rows
-from .geometry import FairModel, Geometry, grid_to_unit, grid_to_units, unit_to_grid, units_to_grid
+from hiera_optim.attention import packed_attention, pool_max, take_rows
+from hiera_optim.geometry import FairModel, Geometry, grid_to_unit, grid_to_units, unit_to_grid, units_to_grid
 
 
 @dataclass(frozen=True)

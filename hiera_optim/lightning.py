@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .masks import MAEStepInputs, unwrap
-from .recognize import why_not_hiera
+from hiera_optim.masks import MAEStepInputs, unwrap
+from hiera_optim.recognize import why_not_hiera
 
 if TYPE_CHECKING:
     Callback = Any

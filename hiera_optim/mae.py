@@ -16,11 +16,11 @@ import math
 import torch
 from torch import Tensor
 
-from .attention import take_rows
-from .dispatch import use_kernels
-from .encoder import batch_index, check_input, encode, run_block, state_of, unit_coordinates
-from .geometry import FairModel, Geometry, grid_to_unit, grid_to_units
-from .masks import (
+from hiera_optim.attention import take_rows
+from hiera_optim.dispatch import use_kernels
+from hiera_optim.encoder import batch_index, check_input, encode, run_block, state_of, unit_coordinates
+from hiera_optim.geometry import FairModel, Geometry, grid_to_unit, grid_to_units
+from hiera_optim.masks import (
     check_keep_idx,
     check_keep_idx_form,
     check_mask,
@@ -181,8 +181,9 @@ def fused_loss(
     model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, drop_idx: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(loss 0-d float32, pred [B, M - L, S, F]) through the fused kernels."""
-    from . import fast  # loads Triton, which not every machine has
-    from .ops.library import stochastic_depth
+    from hiera_optim import fast  # loads Triton, which not every machine has
+
+    from hiera_optim.ops.library import stochastic_depth
 
     scales = None
     if model.training and any(getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .geometry import FairModel, Geometry
+from hiera_optim.geometry import FairModel, Geometry
 
 _LOW32 = 0xFFFFFFFF
 

@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from .attention import BackendHint, MaskUnitAttentionFast, check_backend
-from .encoder import FastState
-from .geometry import FairModel, Geometry
-from .mae import mae_forward
-from .pieces import (
+from hiera_optim.attention import BackendHint, MaskUnitAttentionFast, check_backend
+from hiera_optim.encoder import FastState
+from hiera_optim.geometry import FairModel, Geometry
+from hiera_optim.mae import mae_forward
+from hiera_optim.pieces import (
     forward_decoder,
     forward_encoder,
     forward_loss,
@@ -28,7 +28,7 @@ from .pieces import (
     hiera_forward,
     piecewise_forward,
 )
-from .recognize import (
+from hiera_optim.recognize import (
     all_blocks,
     blocks_are_fairs,
     check_hiera,

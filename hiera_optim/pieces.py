@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import take_rows
-from .encoder import check_input, classify, encode, latent_from_fair, latent_to_fair, state_of
-from .geometry import FairModel, Geometry, units_to_grid
-from .mae import assemble_decoder, mae_loss, masked_label, normalise, resolve_masks, run_decoder
-from .masks import check_mask, mask_from_keep, on_host_path, split_mask
+from hiera_optim.attention import take_rows
+from hiera_optim.encoder import check_input, classify, encode, latent_from_fair, latent_to_fair, state_of
+from hiera_optim.geometry import FairModel, Geometry, units_to_grid
+from hiera_optim.mae import assemble_decoder, mae_loss, masked_label, normalise, resolve_masks, run_decoder
+from hiera_optim.masks import check_mask, mask_from_keep, on_host_path, split_mask
 
 
 def hiera_forward(

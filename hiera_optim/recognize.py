@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .geometry import FairModel
+from hiera_optim.geometry import FairModel
 
 _MODEL_PARTS = (
     "blocks",

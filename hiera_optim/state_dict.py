@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .masks import unwrap
+from hiera_optim.masks import unwrap
 
 _PREFIXES = ("module.", "_orig_mod.")
 
