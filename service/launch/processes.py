@@ -15,6 +15,8 @@ import signal
 import time
 from pathlib import Path
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What asks a run to write a checkpoint and leave."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_VARIABLE = "HIERA_PARENT"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+from service.launch.processes import STOP_SIGNALS
 
 
 class StopRequest:
