@@ -373,7 +373,7 @@ assemble.register_autograd(_assemble_gradient, setup_context=_assemble_context)
 # -- stochastic depth -------------------------------------------------------------------------------------------
 
 
-@custom_op("hiera_optim::stochastic_depth", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@custom_op("hiera_optim::stochastic_depth", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def stochastic_depth(like: Tensor, keep: list[float]) -> Tensor:
     """Fresh factors [2 * blocks, B] fp32, 0 or 1 / keep probability, from the device's generator.
 
