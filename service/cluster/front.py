@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.errors import EXIT_FAILED, EXIT_FINISHED, UserError
+from service.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 
 if TYPE_CHECKING:
     from service.cluster.job import Job
@@ -73,11 +73,22 @@ def submit(job: Job, on: str, source: str, overrides: tuple[str, ...], *, dry_ru
         print(handle, flush=True)
         if on != "local":
             return EXIT_FINISHED
-        # torchx's local processes end with the Runner.
-        for line in runner.log_lines(handle, app.roles[0].name, 0, should_tail=True):
+        return _watch(runner, handle, job)
+
+
+def _watch(runner: Any, handle: str, job: Job) -> int:
+    """Show a local run until it ends, since torchx's local processes end with the Runner; its exit code."""
+    from torchx.schedulers.local_scheduler import SignalException
+
+    try:
+        for line in runner.log_lines(handle, "trainer", 0, should_tail=True):
             sys.stderr.write(line if line.endswith("\n") else line + "\n")
         status = runner.wait(handle, wait_interval=0.2)
-        return _exit_code(job) if status is None or status.state.name != "SUCCEEDED" else EXIT_FINISHED
+    except SignalException as stopped:
+        # The Runner asks its processes to stop when it is closed, and waits for them.
+        print(f"hiera-train: stopping the run: {stopped.sigval.name}", file=sys.stderr)
+        return EXIT_STOPPED
+    return _exit_code(job) if status is None or status.state.name != "SUCCEEDED" else EXIT_FINISHED
 
 
 def _schedule(runner: Any, info: Any, on: str) -> str:

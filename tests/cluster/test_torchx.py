@@ -202,6 +202,30 @@ def test_submit_on_local_runs_in_the_foreground(monkeypatch, tmp_path, capfd):
     assert arguments == f"run --config {ROOT}/configs/base.yaml --set cluster.gpus_per_node=0\n"
 
 
+def test_a_local_run_is_stopped_with_its_submit(monkeypatch, tmp_path):
+    launcher = tmp_path / "hiera-train"
+    launcher.write_text("#!/bin/bash\ntrap 'echo asked >\"$0.asked\"; exit 75' TERM\necho up\nsleep 60 & wait\n")
+    launcher.chmod(0o755)
+    code = (
+        "import sys; from service.cli import main; from service.cluster import app\n"
+        f"app.command = lambda: {str(launcher)!r}\n"
+        "sys.exit(main(['submit', '--on', 'local', '--config', 'base']))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        seen = ""
+        while "up\n" not in seen:
+            seen += process.stderr.readline()
+        process.terminate()
+        rest = process.stderr.read()
+        assert process.wait(30) == 75
+    assert "hiera-train: stopping the run: SIGTERM\n" in rest
+    assert "Traceback" not in rest
+    assert (tmp_path / "hiera-train.asked").exists()
+
+
 def test_docker_gets_mounts_shared_memory_and_the_image_s_entry_point(monkeypatch, tmp_path, runner):
     monkeypatch.chdir(tmp_path)
     settings = ("data.path=/data/$$x", "cluster.image=hiera:1", "cluster.gpus_per_node=1")
