@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hiera_optim.geometry import FairModel, Geometry
+from hiera_optim.recognize import all_blocks
 
 MINIMUM_CAPABILITY = (8, 0)
 """Ampere: bf16 tensor cores and cp.async."""
@@ -30,14 +31,20 @@ def why_not_kernels(model: FairModel, geometry: Geometry, device: torch.device) 
         return f"{dtype} does not use the tensor cores' 16-bit formats"
     if not geometry.is_mae or not geometry.zorder:
         return "the model is not a masked autoencoder with mask_unit_size = q_stride ** (stages - 1)"
-    if any(not isinstance(b.norm1, nn.LayerNorm) or not isinstance(b.mlp.act, nn.GELU) for b in model.blocks):
-        return "its blocks are not LayerNorm and GELU"
-    if model.blocks[0].mlp.act.approximate != "none":
-        return "its GELU is approximate"
+    overrides = getattr(model, "_hiera_overrides", ())
+    if overrides:
+        return f"its class has its own {', '.join(sorted(overrides))}"
+    if not all(_has_fairs_layers(block) for block in all_blocks(model)):
+        return "its blocks are not LayerNorm and exact GELU"
     width = geometry.pred_features
     if width > 65536:
         return f"a predicted patch has {width} values"
     return None
+
+
+def _has_fairs_layers(block: FairModel) -> bool:
+    norms, act = (block.norm1, block.norm2), block.mlp.act
+    return all(isinstance(n, nn.LayerNorm) for n in norms) and isinstance(act, nn.GELU) and act.approximate == "none"
 
 
 def use_kernels(model: FairModel, geometry: Geometry, device: torch.device) -> bool:
