@@ -182,7 +182,6 @@ def fused_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss 0-d float32, pred [B, M - L, S, F]) through the fused kernels."""
     from hiera_optim import fast  # loads Triton, which not every machine has
-
     from hiera_optim.ops.library import stochastic_depth
 
     scales = None

@@ -26,6 +26,9 @@ from hiera_optim.gradients import GradientReducer
 from hiera_optim.masks import sample_mask, sample_noise
 from hiera_optim.optim.flat import FlatOptimizer
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Names of the dtypes a model can be trained in."""
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -79,7 +82,9 @@ class TrainStep:
         if micro_batch < 1 or accumulation < 1:
             raise ValueError(f"micro_batch and accumulation must be at least 1, not {micro_batch} and {accumulation}")
         parameter = next(model.parameters())
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be {' or '.join(PRECISIONS)}, not {precision!r}")
+        dtype = PRECISIONS[precision]
         if parameter.dtype != dtype:
             raise ValueError(f"precision {precision} needs {dtype} parameters, but the model has {parameter.dtype}")
         if capture and parameter.device.type != "cuda":
@@ -266,20 +271,3 @@ class TrainStep:
     def release(self) -> None:
         """Frees the recorded graphs and their memory; the next call records anew."""
         self._graphs.clear()
-
-    def no_capture(self) -> AbstractContextManager[None]:
-        """Runs the calls inside it eagerly."""
-        if not self.capture:
-            return nullcontext()
-        return _Eager(self)
-
-
-class _Eager(AbstractContextManager[None]):
-    def __init__(self, step: TrainStep) -> None:
-        self.step = step
-
-    def __enter__(self) -> None:
-        self.step.capture = False
-
-    def __exit__(self, *_: object) -> None:
-        self.step.capture = True

@@ -16,6 +16,7 @@ from hiera_optim.optim.adamw import AdamW, no_decay_parameters
 from hiera_optim.optim.flat import FlatOptimizer
 from hiera_optim.optim.muon import Muon, muon_parameters
 from hiera_optim.optimize import optimize
+from hiera_optim.training import PRECISIONS
 from service.config.schema import ModelSection, OptimSection, RunConfig, TrainSection
 from service.errors import UserError
 from service.train.checkpoint import FORMAT, check_same_shapes, load_tensors
@@ -51,7 +52,7 @@ def build_model(section: TrainSection, fair: nn.Module, device: torch.device, pr
             enable_stage_checkpointing(model, section.activation_checkpointing)
     except ValueError as error:
         raise UserError(f"model, train.activation_checkpointing: {error}") from error
-    return model.to(device, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]).train()
+    return model.to(device, PRECISIONS[precision]).train()
 
 
 def build_optimizer(

@@ -74,3 +74,9 @@ def test_a_batch_of_another_shape_is_named() -> None:
     model, _, step = make()
     with pytest.raises(ValueError, match=r"takes x \(2, 3, 64, 64\).*not \(3, 3, 64, 64\) and \(3,\)"):
         step(batch_for(model, 3), torch.arange(3))
+
+
+def test_an_unknown_precision_is_named() -> None:
+    model = fast(mae("image"))
+    with pytest.raises(ValueError, match="precision must be fp32 or bf16, not 'fp16'"):
+        TrainStep(model, AdamW(model.named_parameters(), lr=1e-2), micro_batch=2, precision="fp16")
