@@ -26,7 +26,8 @@ EXIT_WORKERS_FAILED = 3
 EXIT_AGENT_FAILED = 4
 """torchrun itself failed: rendezvous lost, a port, the store."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+STOP_SIGNALS = (*processes.STOP_SIGNALS, signal.SIGHUP)
+"""What launcher and agent take: the end of a terminal stops a run in good order too."""
 
 
 def forward_signals() -> None:

@@ -86,7 +86,7 @@ def run(
     nodes, rank = (1, 0) if rendezvous is None else (rendezvous.nnodes, rendezvous.node_rank)
     facts, notes = environments.inspect_node(config, os.environ)
     check_world(config, facts.workers * nodes)
-    directory = rundir.run_directory(config)
+    directory = config.run.directory.absolute()
     rundir.make_run_directory(directory)
     with rundir.locked(directory, nodes, rank):
         rundir.bind_config(directory, config)
@@ -114,6 +114,7 @@ class Launch:
         self.worker_starts = 0
         self.killed = ""
         """Why the workers were killed; empty while they leave by themselves."""
+        self._grace_exceeded = False
         self._peer_failed = False
         self._agent: subprocess.Popen[bytes] | None = None
         self._old_handlers: list[tuple[int, Any]] = []
@@ -258,6 +259,7 @@ class Launch:
         where = f"{self.facts.gpus[0].name} x {self.facts.workers}" if self.facts.gpus else "CPU"
         workers = f"{self.facts.workers} worker{'s' if self.facts.workers > 1 else ''}"
         say(f"{workers} on {where}, run directory {self.directory}")
+        say(f"compile cache {self.facts.cache} ({count_entries(self.facts.cache)} files)")
         return {**base, **variables}
 
     def _serve_metrics(self) -> None:
@@ -282,8 +284,6 @@ class Launch:
         if not config.metrics.enabled:
             return
         warning = self.exporter.serve(config.metrics.host, config.metrics.port)
-        entries = count_entries(self.facts.cache)
-        say(f"compile cache {self.facts.cache} ({entries} files)")
         say(f"warning: {warning}" if warning else f"metrics at http://{config.metrics.host}:{self.exporter.port}")
 
     def _workers_started(self) -> None:
@@ -323,6 +323,7 @@ class Launch:
                         processes.send(pid, self.stop_signal or signal.SIGTERM)
                 if now - stop_since > grace:
                     self.killed = f"workers did not stop within {grace:g} s (runtime.grace_seconds)"
+                    self._grace_exceeded = True
                     break
                 # Not started yet, or torchrun waits for other nodes.
                 if outcome is None and alone_since and now - alone_since > LEAVE_SECONDS / 5:
@@ -386,7 +387,7 @@ class Launch:
         elif now.status == "failed":
             code = now.exit_code if now.exit_code in (EXIT_CONFIG, EXIT_UNRECOVERABLE) else EXIT_FAILED
             say(f"error: {now.reason or 'training failed'}")
-        elif self.stopping and "within" not in self.killed:
+        elif self.stopping and not self._grace_exceeded:
             code, now = EXIT_STOPPED, replace(now, status="stopped", reason=self.killed or "stopped")
             say("stopped before training began; the same command starts again")
         else:

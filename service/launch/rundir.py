@@ -23,11 +23,6 @@ from service.errors import UserError
 CONFIG_NAME = "run.yaml"
 
 
-def run_directory(config: RunConfig) -> Path:
-    """Absolute path of the run directory: run.dir, else runs/<run.name>."""
-    return (config.run.dir or Path("runs") / config.run.name).expanduser().absolute()
-
-
 def make_run_directory(path: Path) -> None:
     """Make the directory and its state folder. Raises UserError when it cannot be made or written."""
     try:
@@ -173,7 +168,12 @@ def _write_new(file: Path, text: str) -> bool:
 
 
 def _replace(file: Path, text: str) -> None:
-    _write_beside(file, text).replace(file)
+    temporary = _write_beside(file, text)
+    try:
+        temporary.replace(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"run.dir: {file} cannot be written ({error.strerror})") from None
 
 
 def _write_beside(file: Path, text: str) -> Path:

@@ -25,7 +25,6 @@ NNODES_VARIABLE = "HIERA_NNODES"
 STARTED_VARIABLE = "HIERA_STARTED"
 """Unix time at which this start began, for time_to_first_step_seconds."""
 MAX_BACKOFF_SECONDS = 30.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
@@ -34,9 +33,9 @@ def main() -> None:
     # A signal that arrives before the training module has its handlers must neither kill this rank alone nor
     # be lost: it does nothing here, and the launcher sends it again until the workers have left. The agent
     # started this process with the signals blocked.
-    for number in _SIGNALS:
+    for number in processes.STOP_SIGNALS:
         signal.signal(number, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*processes.STOP_SIGNALS, signal.SIGHUP))
     run_dir = Path(os.environ[state.RUN_DIR_VARIABLE])
     node_rank = int(os.environ.get(state.NODE_RANK_VARIABLE, "0"))
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -71,7 +70,7 @@ def main() -> None:
     finally:
         # The interpreter drops handlers, but not this, before it takes its modules apart, which takes seconds
         # on a busy machine: a signal sent again would kill a worker that has all behind it.
-        for number in _SIGNALS:
+        for number in processes.STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
