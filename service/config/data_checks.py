@@ -76,6 +76,9 @@ def _check_folder(field: str, path: Path) -> None:
 def _check_array(field: str, path: Path, sample: tuple[int, ...]) -> None:
     if path.is_dir():
         raise UserError(f"{field}: {path} is a folder; data.kind array needs a .npy file")
+    if not path.is_file():
+        # To open a named pipe would wait for its writer.
+        raise UserError(f"{field}: {path} is not a regular file; data.kind array needs a .npy file")
     try:
         header = read_array_header(path)
         size = path.stat().st_size

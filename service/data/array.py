@@ -26,6 +26,8 @@ def open_array(path: Path, sample_shape: tuple[int, ...], field: str = "data.pat
         raise UserError(f"{field}: {path} does not exist")
     if path.is_dir():
         raise UserError(f"{field}: {path} is a folder; data.kind=array needs one .npy file")
+    if not path.is_file():
+        raise UserError(f"{field}: {path} is not a regular file; data.kind=array needs one .npy file")
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -190,6 +191,9 @@ class ImageSource:
                 continue
             path = self._root / name
             try:
+                if not stat.S_ISREG(path.stat().st_mode):
+                    # To open a named pipe would wait for its writer.
+                    raise OSError("not a regular file")
                 pixels = self._decode(path, key)
             except MemoryError:
                 raise

@@ -129,6 +129,9 @@ def test_arrays_that_do_not_fit(tmp_path):
     np.save(path, np.empty((3, 2, 256), object), allow_pickle=True)
     assert array_message(path) == f"data.path: {path} holds '|O'; {wanted}"
     assert array_message(tmp_path) == f"data.path: {tmp_path} is a folder; data.kind array needs a .npy file"
+    pipe = tmp_path / "pipe.npy"
+    os.mkfifo(pipe)
+    assert array_message(pipe) == f"data.path: {pipe} is not a regular file; data.kind array needs a .npy file"
 
 
 def test_a_truncated_array(tmp_path):

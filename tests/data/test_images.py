@@ -279,6 +279,14 @@ def test_damaged_in_every_way_is_never_a_crash(tmp_path: Path) -> None:
     assert train.bad_files > 10
 
 
+def test_a_named_pipe_is_a_bad_file_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(fill(tmp_path, 3) / "pipe.png")
+    train, _ = open_folder(tmp_path, val_path=tmp_path)
+    for index in range(len(train)):
+        train.read(index, 0)
+    assert train.bad_files == 1
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [

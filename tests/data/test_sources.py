@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def write_truncated(path: Path) -> None:
     [
         (lambda p: None, "does not exist"),
         (lambda p: p.mkdir(), "is a folder"),
+        (os.mkfifo, "is not a regular file"),
         (lambda p: p.write_bytes(b""), "not a whole .npy file"),
         (lambda p: p.write_bytes(b"hello, this is text"), "not a whole .npy file"),
         (
