@@ -17,6 +17,8 @@ from service.config.fields import ExpandedPath, Natural, Paddings, Positive, Sec
 
 BUILTIN = "builtin:"
 """What data.path starts with when it names pictures that installed packages ship instead of a path."""
+MAX_SECONDS = 604_800.0
+"""A week: the timers of torch and of the system overflow long after."""
 REFERENCE_BATCH = 256
 """The global batch that base_lr is given for (linear scaling rule, as in MAE, arXiv 2111.06377)."""
 
@@ -220,9 +222,9 @@ class RuntimeSection(Section):
     """Bind each worker to the cores and the memory next to its GPU."""
     max_restarts: int = Field(default=3, ge=0)
     """Times that failed workers are started again before the run fails."""
-    grace_seconds: float = Field(default=60.0, gt=0)
+    grace_seconds: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Seconds workers get after a stop signal to write a checkpoint before they are killed."""
-    collective_timeout_seconds: float = Field(default=600.0, gt=0)
+    collective_timeout_seconds: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
     """Seconds a rank waits for the others in a collective before it gives up."""
 
     @field_validator("allocator")

@@ -90,8 +90,6 @@ def _describe(option: dict[str, Any]) -> str:
 
 
 def _bounds(option: dict[str, Any], each: bool = False) -> str:
-    if option.get("exclusiveMaximum", 0) == 2**63:  # of the seed: a limit of the format, nothing to explain
-        option = {key: value for key, value in option.items() if key != "exclusiveMaximum"}
     parts = [words.format(option[key]) for key, words in _BOUNDS if key in option]
     return (" each " if each else " ") + " and ".join(parts) if parts else ""
 

@@ -77,6 +77,8 @@ def parse(text: str, name: str) -> Document:
         problem = error.problem or error.context or "not YAML"
         where = f" ({error.context})" if error.context and error.problem else ""
         raise UserError(f"{name}{line}: {problem}{where}") from None
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply") from None
     except yaml.YAMLError as error:
         raise UserError(f"{name}: not YAML text: {str(error).splitlines()[0]}") from None
     return document

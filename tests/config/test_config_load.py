@@ -114,6 +114,7 @@ def test_an_empty_file_is_the_defaults(write):
             "x.yaml:1: the tag tag:yaml.org,2002:int is not allowed; write plain values",
         ),
         ("run: &a\n  name: *a\n", "x.yaml:1: nested too deeply"),
+        ("run: " + "[" * 3000, "x.yaml: nested too deeply"),
         (
             "run: {}\n---\nrun: {}\n",
             "x.yaml:2: but found another document (expected a single document in the stream)",

@@ -128,7 +128,11 @@ def load_like(**sections):
         ("data.path=$HIERA_NO_SUCH/x", "data.path: environment variable $HIERA_NO_SUCH is not set or empty"),
         ("data.path=~no-such-user/x", "data.path: ~no-such-user: no such home directory; give the full path"),
         ("run.name=a/b", "run.name: 'a/b' is not a name of letters, digits, '.', '_' and '-'"),
-        ("run.seed=-1", "run.seed: -1 is not a whole number at least 0"),
+        ("run.seed=-1", f"run.seed: -1 is not a whole number at least 0 and below {2**63}"),
+        (
+            "runtime.collective_timeout_seconds=1e300",
+            "runtime.collective_timeout_seconds: 1e+300 is not a number above 0 and at most 604800.0",
+        ),
         ("checkpoint.keep=1", "checkpoint.keep: 1 is not a whole number at least 2"),
         ("metrics.port=99999", "metrics.port: 99999 is not a whole number at least 0 and at most 65535"),
         ("runtime.nproc_per_node=0", "runtime.nproc_per_node: 0 is not a whole number above 0, or auto"),
