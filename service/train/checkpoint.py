@@ -151,6 +151,9 @@ def verify(path: Path) -> None:
         DamagedCheckpoint: it is not whole.
         OSError: it cannot be read at all.
     """
+    if path.exists() and not path.is_file():
+        # To open a named pipe would wait for its writer.
+        raise OSError("not a regular file")
     with open(path, "rb") as file:
         header, entries = _read_header(file)
         crc_field = _CRC.search(header)
@@ -196,6 +199,15 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
+def _check_name(path: Path, step: int) -> None:
+    """Raises DamagedCheckpoint when the file, though whole, is of another step than its name says: a copy or
+    renamed by hand. Training would take its weights for the later ones.
+    """
+    held = read_meta(path).get("step")
+    if held != step:
+        raise DamagedCheckpoint(f"it holds step {held}")
+
+
 def load_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     """Tensors whose key starts with `prefix` ("model.", "optim." or all), without that prefix, on the CPU."""
     with safe_open(path, framework="pt") as file:
@@ -220,6 +232,7 @@ def newest_whole(
     for step, path in reversed(list_checkpoints(folder)):
         try:
             verify(path)
+            _check_name(path, step)
         except (DamagedCheckpoint, OSError) as error:
             damaged.append((path, error))
             continue

@@ -10,6 +10,7 @@ from hiera_optim.training import TrainStep
 from service.config.checks import BatchSplit, check_world
 from service.config.schema import RunConfig
 from service.data import Source, Stream, open_data
+from service.errors import UserError
 from service.train.checkpoint import checkpoint_path, newest_whole, remove_leftovers
 from service.train.model import build_fair_model, build_model, build_optimizer, restore
 from service.train.progress import Console
@@ -112,7 +113,10 @@ def _resume(folder: Path, optimizer: FlatOptimizer, workers: Workers, console: C
     """Loads the newest whole checkpoint on all ranks; returns its step, 0 if there is none."""
     step = 0
     if workers.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.dir: {folder} cannot be made ({error.strerror}); mend it or choose another") from None
         remove_leftovers(folder)
         found = newest_whole(folder, console.warn, set_aside=True)
         step = found[0] if found else 0

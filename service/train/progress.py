@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from hiera_optim.training import StepOutput
+from service.errors import UserError
 
 
 class StepRow(NamedTuple):
@@ -78,13 +79,16 @@ class MetricsLog:
     """metrics.jsonl: one JSON object a line, no step twice.
 
     A killed run leaves lines of steps after its last checkpoint, and perhaps half a line; opening the log
-    for a run that goes on from `step` drops them, because those steps come again.
+    for a run that goes on from `step` drops them, because those steps come again. Raises UserError when something
+    else has its name.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
         self._validated: set[int] = set()
         kept = []
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a regular file; move it away and run the same command again")
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
             event = _event(line)
             if event is not None and event["step"] <= step:

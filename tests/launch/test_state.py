@@ -109,6 +109,11 @@ def test_broken_run_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("a: [")
     with pytest.raises(UserError, match="does not describe a run"):
         rundir.bind_config(tmp_path, config(tmp_path))
+    (tmp_path / "run.yaml").unlink()
+    (tmp_path / "run.yaml").mkdir()
+    with pytest.raises(UserError, match=r"run\.yaml cannot be written \(Is a directory\)"):
+        rundir.bind_config(tmp_path, config(tmp_path, checkpoint={"allow_changes": True}))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
 def test_unwritable_run_directory(tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_not(tmp_path):
         newest_whole(tmp_path, print)
 
 
+def test_a_file_under_another_steps_name_is_passed_over(tmp_path):
+    write(tmp_path, 3).rename(checkpoint_path(tmp_path, 9))
+    write(tmp_path, 2)
+    lines: list[str] = []
+    assert newest_whole(tmp_path, lines.append) == (2, checkpoint_path(tmp_path, 2))
+    assert "step-00000009.safetensors is damaged (it holds step 3)" in lines[0]
+
+
+def test_a_named_pipe_is_passed_over_and_not_waited_for(tmp_path):
+    write(tmp_path, 2)
+    os.mkfifo(checkpoint_path(tmp_path, 3))
+    lines: list[str] = []
+    assert newest_whole(tmp_path, lines.append, set_aside=True) == (2, checkpoint_path(tmp_path, 2))
+    assert "not a regular file" in lines[0]
+
+
 def test_other_format_is_refused(tmp_path):
     with pytest.raises(UserError, match="format 2"):
         read_meta(write(tmp_path, 1, format=2))

@@ -127,6 +127,11 @@ def test_metrics_log_drops_what_comes_again_and_half_lines(tmp_path):
     assert not log.validated(4)
 
 
+def test_a_folder_in_the_records_place_is_an_error_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^\S+ is not a regular file; move it away .*$"):
+        MetricsLog(tmp_path, 0)
+
+
 def test_a_record_on_a_full_device_is_a_message_not_an_error(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", 0)
     (tmp_path / "metrics.jsonl").unlink()
