@@ -116,7 +116,7 @@ def on_host_path() -> bool:
     """True where values may be read on the host: neither compiling nor capturing a CUDA graph."""
     if torch.compiler.is_compiling():
         return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def check_mask_form(mask: Tensor, batch: int, num_mask_units: int) -> None:
