@@ -88,7 +88,7 @@ if [ -n "$(git -C "$root" status --porcelain 2>/dev/null)" ]; then
   revision=$revision-dirty
 fi
 arguments=(
-  --file "$here/Dockerfile" --tag "$image"
+  --file "$here/Dockerfile"
   --build-arg "TORCH=$torch" --build-arg "VERSION=$version" --build-arg "REVISION=$revision"
   --build-context "wheels=$lent/wheels" "${secrets[@]}"
 )
@@ -99,13 +99,16 @@ if [ -n "$platform" ]; then
   arguments+=(--platform "$platform")
 fi
 
+# With buildah several platforms make a manifest list of the name.
+if [ "$engine" = buildah ] && [[ $platform == *,* ]]; then
+  arguments+=(--manifest "$image")
+else
+  arguments+=(--tag "$image")
+fi
 if [ "$engine" = docker ]; then
   # An image of several platforms cannot be loaded into the engine: it goes to a registry (--push).
   docker buildx build "${arguments[@]}" "$@" "$root"
 else
-  # HEALTHCHECK exists in Docker's image format only. Several platforms make a manifest list of that name.
-  if [[ $platform == *,* ]]; then
-    arguments+=(--manifest "$image")
-  fi
+  # HEALTHCHECK exists in Docker's image format only.
   buildah build --format docker --layers --network host "${pull[@]}" "${arguments[@]}" "$@" "$root"
 fi

@@ -148,7 +148,7 @@ def check_places(config: RunConfig) -> None:
         if os.statvfs(place).f_flag & os.ST_RDONLY:
             raise UserError(f"run.dir: {place} is read-only; add -v runs:/runs to docker run")
         raise UserError(
-            f"run.dir: {place} cannot be written by uid {os.getuid()}; add --user \"$(id -u):$(id -g)\" "
+            f'run.dir: {place} cannot be written by uid {os.getuid()}; add --user "$(id -u):$(id -g)" '
             "or use a named volume, -v runs:/runs"
         )
     if not volume(directory):

@@ -11,6 +11,7 @@ Needs Python's standard library only, and none of the project's packages: it run
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import os
@@ -26,10 +27,13 @@ PROC = Path("/proc")
 
 
 def launchers() -> Iterator[Path]:
-    """/proc directories of the launchers that this user runs here."""
+    """/proc directories of the launchers of this container; with --pid=host others are in sight."""
+    here = os.readlink(PROC / "self" / "ns" / "mnt")
     for process in PROC.iterdir():
         if process.name.isdigit():
             try:
+                if os.readlink(process / "ns" / "mnt") != here:
+                    continue
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
@@ -42,6 +46,7 @@ def address(text: str) -> tuple[str, int]:
     number, port = text.split(":")
     raw = b"".join(int(number[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(number), 8))
     host = ipaddress.ip_address(raw)
+    host = getattr(host, "ipv4_mapped", None) or host
     if host.is_unspecified:
         return ("127.0.0.1" if host.version == 4 else "::1"), int(port, 16)
     return str(host), int(port, 16)
@@ -49,10 +54,12 @@ def address(text: str) -> tuple[str, int]:
 
 def endpoints(process: Path) -> Iterator[tuple[str, int]]:
     """Addresses on which a process listens."""
-    try:
-        links = {os.readlink(file) for file in (process / "fd").iterdir()}
-    except OSError:
-        return
+    links = set()
+    with contextlib.suppress(OSError):
+        for file in (process / "fd").iterdir():
+            # Files come and go.
+            with contextlib.suppress(OSError):
+                links.add(os.readlink(file))
     for table in ("tcp", "tcp6"):
         try:
             rows = (process / "net" / table).read_text(encoding="ascii").splitlines()[1:]

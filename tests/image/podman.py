@@ -26,7 +26,7 @@ HARDENED = (
     "--read-only",
     "--cap-drop=all",
     *("--security-opt", "no-new-privileges"),
-    *("--tmpfs", "/tmp:rw,noexec,nosuid,size=64m"),
+    *("--tmpfs", "/tmp:rw,noexec,nosuid,size=256m"),
     *("--shm-size", "64m"),
 )
 """What a careful cluster gives a container."""
@@ -55,15 +55,12 @@ def run_arguments(*options: str) -> list[str]:
     return ["run", "--pull=never", *_limits(), *options, IMAGE]
 
 
-def run(
-    *arguments: str, options: Sequence[str] = (), timeout: float = 240
-) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, options: Sequence[str] = (), timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run the image to its end; stdout and stderr are the container's."""
     name = f"hiera-test-{uuid.uuid4().hex[:10]}"
     try:
-        return podman(
-            *run_arguments("--rm", "--no-healthcheck", "--name", name, *options), *arguments, check=False, timeout=timeout
-        )
+        start = run_arguments("--rm", "--no-healthcheck", "--name", name, *options)
+        return podman(*start, *arguments, check=False, timeout=timeout)
     finally:
         podman("rm", "--force", "--ignore", "--time", "0", name)
 

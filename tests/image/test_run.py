@@ -1,0 +1,292 @@
+"""Runs of the real image: what the README's Docker section promises, and what a cluster does to a container."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from tests.image.podman import HARDENED, SHORT, Container, Volumes, podman, run, wait_for
+from tests.system.test_prometheus import Prometheus, free_port
+
+pytestmark = [pytest.mark.system, pytest.mark.slow]
+
+QUICKSTART = ("--config", "quickstart.yaml")
+LONG = ("--set", "train.steps=100000", "--set", "train.log_every=5")
+
+
+@pytest.fixture(scope="module")
+def stuck(image: dict[str, Any]) -> Iterator[tuple[Container, float]]:
+    """A container whose workers stand still, and since when: started first, judged last, while others run."""
+    with Container(*QUICKSTART, *LONG, options=["--publish=127.0.0.1::9400"]) as container:
+        container.wait_for_log("step 5/")
+        assert "training" in container.execute("hiera-train-health")
+        for pid, _, line in container.processes():
+            if "--run-dir" in line and "service.launch.worker" in line and "agent" not in line:
+                container.execute("bash", "-c", f"kill -STOP {pid}")
+        wait_for(lambda: any(state == "T" for _, state, _ in container.processes()))
+        yield container, time.monotonic()
+
+
+def healthz(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+        report: dict[str, Any] = json.load(answer)
+    return report
+
+
+def metric(port: int, name: str) -> float | None:
+    """Value of a metric without further labels than the node's, None while it is not there."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith(name + "{"):
+                return float(line.rpartition(" ")[2])
+    return None
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps of the run's log lines."""
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_a_stuck_container_exists(stuck: tuple[Container, float]) -> None:
+    """Here first, so that the two minutes that a run may stand still pass while the other tests run."""
+    container, _ = stuck
+    answer = podman("healthcheck", "run", container.name, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_quick_start_without_mounts_in_prometheus(image: dict[str, Any], tmp_path: Path) -> None:
+    """`docker run hiera-train --config quickstart.yaml`, to its end, with Prometheus on the published port."""
+    port = free_port()
+    server = Prometheus(tmp_path, f"127.0.0.1:{port}")
+    try:
+        with Container(*QUICKSTART, *SHORT, options=[f"--publish=127.0.0.1:{port}:9400"]) as container:
+            wait_for(lambda: (server.value("hiera_samples_total") or 0) > 0)
+            assert server.value("hiera_healthy") == 1
+            assert server.value('hiera_run_info{run="quickstart"}') == 1
+            assert container.wait() == EXIT_FINISHED, container.logs()
+            logs = container.logs()
+        assert "finished at step 40" in logs
+        assert "-v runs:/runs keeps it" in logs
+        loss = float(logs.partition("validation loss ")[2].split()[0])
+        assert 0.1 < loss < 0.9
+    finally:
+        server.close()
+
+
+def test_stopped_and_resumed_in_a_new_container(volumes: Volumes) -> None:
+    """TERM inside a run, exit code 75 seen from outside; another container goes on from the volume. All of it as a
+    stranger without rights, on a read-only root.
+    """
+    options = [*HARDENED, "--memory=1g", volumes("/runs"), volumes("/cache")]
+    port = free_port()
+    with Container(*QUICKSTART, *LONG, options=[*options, f"--publish=127.0.0.1:{port}:9400"]) as first:
+        first.wait_for_log("step 5/")
+        cold = metric(port, "hiera_time_to_first_step_seconds")
+        assert not [row for row in first.processes() if row[1] == "Z"]
+        assert first.stop() == EXIT_STOPPED, first.logs()
+        assert "stopped at step" in first.logs()
+        assert first.state()["OOMKilled"] is False
+    runs = volumes.path("/runs") / "quickstart"
+    before = steps(runs)
+    assert (runs / "run.yaml").stat().st_uid == 54321
+    # A second container finds the first one's directory, checkpoint and cache.
+    end = str(before[-1] + 40)
+    change = ("--set", f"train.steps={end}", "--set", "checkpoint.allow_changes=true", "--set", "train.log_every=5")
+    with Container(*QUICKSTART, *change, options=[*options, f"--publish=127.0.0.1:{port}:9400"]) as second:
+        warm = wait_for(lambda: metric(port, "hiera_time_to_first_step_seconds"))
+        assert second.wait() == EXIT_FINISHED, second.logs()
+    after = steps(runs)
+    assert after[: len(before)] == before
+    assert min(after[len(before) :]) > before[-1]
+    assert after[-1] == int(end)
+    print(f"time to the first step: {cold:.1f} s in the first container, {warm:.1f} s in the second")
+
+
+def test_no_process_survives_a_stop(image: dict[str, Any]) -> None:
+    """In the host's process namespace nothing but the launcher itself ends torchrun and the workers."""
+    mark = f"HIERA_TEST_MARK={os.urandom(8).hex()}"
+    with Container(*QUICKSTART, *LONG, options=["--pid=host", "--env", mark, "--no-healthcheck"]) as container:
+        container.wait_for_log("step 5/")
+        assert len(marked(mark)) >= 4
+        assert container.stop() == EXIT_STOPPED, container.logs()
+        assert marked(mark) == []
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this machine with the mark in their environment; zombies count too, by their command."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "line"),
+    [
+        ("300m", EXIT_CONFIG, "memory: this container may use 300 MiB, and a run needs 640 MiB or more; raise"),
+        ("700m", EXIT_FAILED, "the kernel ended a process for want of memory: raise --memory (now 700 MiB)"),
+    ],
+)
+def test_too_little_memory(image: dict[str, Any], limit: str, code: int, line: str) -> None:
+    answer = run(*QUICKSTART, *SHORT, "--set", "runtime.max_restarts=0", options=[f"--memory={limit}"])
+    assert answer.returncode == code, answer.stderr
+    assert line in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_half_a_gibibyte(image: dict[str, Any]) -> None:
+    """Two processes with torch in them do not fit: said at once, not after a minute of restarts."""
+    answer = run(*QUICKSTART, *SHORT, options=[*HARDENED, "--memory=512m", "--tmpfs=/runs:mode=1777", "--tmpfs=/cache"])
+    assert answer.returncode == EXIT_CONFIG
+    assert answer.stderr.count("\n") == 1
+    assert "512 MiB, and a run needs 640 MiB" in answer.stderr
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty small pictures that anybody can read."""
+    folder = tmp_path_factory.mktemp("pictures")
+    numbers = np.random.default_rng(0)
+    for index in range(30):
+        Image.fromarray(numbers.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+    for place in (folder, *folder.parents[:2]):
+        place.chmod(0o755)
+    return folder
+
+
+TINY = {
+    "model": {
+        "input_size": [64, 64],
+        "embed_dim": 16,
+        "stages": [1, 1],
+        "q_pool": 1,
+        "mask_unit_size": [2, 2],
+        "mask_unit_attn": [True, False],
+        "decoder_embed_dim": 16,
+        "decoder_depth": 1,
+        "decoder_num_heads": 2,
+    },
+    "data": {"kind": "images", "threads": 1},
+    "optim": {"warmup_epochs": 0, "warmup_steps": 1},
+    "train": {"global_batch": 4, "steps": 3, "epochs": None, "log_every": 1},
+    "runtime": {"device": "cpu"},
+}
+
+
+def write(path: Path, *changes: dict[str, dict[str, Any]]) -> Path:
+    """A configuration file, TINY with changes, that anybody can read."""
+    sections: dict[str, dict[str, Any]] = {name: dict(fields) for name, fields in TINY.items()}
+    for change in changes:
+        for name, fields in change.items():
+            sections.setdefault(name, {}).update(fields)
+    path.write_text(yaml.safe_dump(sections), encoding="utf-8")
+    path.chmod(0o644)
+    path.parent.chmod(0o755)
+    return path
+
+
+def test_a_mounted_configuration_and_mounted_data(volumes: Volumes, pictures: Path, tmp_path: Path) -> None:
+    """A file of one's own by path, data at /data without a word about it in the configuration."""
+    write(tmp_path / "mine.yaml")
+    mounts = [f"--volume={tmp_path}:/config:ro", f"--volume={pictures}:/data:ro", volumes("/runs"), volumes("/cache")]
+    answer = run("--config", "/config/mine.yaml", options=mounts)
+    assert answer.returncode == EXIT_FINISHED, answer.stderr
+    assert "note:" not in answer.stderr
+    answer = run("export", "/runs/hiera", "--to", "/runs/hiera/weights.safetensors", options=mounts)
+    assert answer.returncode == EXIT_FINISHED, answer.stderr
+    assert (volumes.path("/runs") / "hiera" / "weights.safetensors").stat().st_size > 1000
+
+
+SHELL = "a b;touch /runs/pwned $(touch /runs/pwned) `touch /runs/pwned` 'q' \"d\" & | > /runs/pwned * ? # % \\ ~"
+
+
+def test_shell_metacharacters_are_taken_literally(volumes: Volumes, pictures: Path, tmp_path: Path) -> None:
+    """In every string that is free: the run's directory, both data paths, the cache."""
+    data = tmp_path / SHELL.replace("/", "|")
+    data.mkdir(mode=0o755)
+    for picture in pictures.iterdir():
+        (data / picture.name).write_bytes(picture.read_bytes())
+    name = data.name
+    write(
+        tmp_path / "odd $(id) ;.yaml",
+        {
+            "run": {"dir": f"/runs/{name}"},
+            "data": {"path": f"/data/{name}", "val_path": f"/data/{name}"},
+            "runtime": {"cache_dir": f"/cache/{name}"},
+        },
+    )
+    mounts = [f"--volume={tmp_path}:/data:ro", volumes("/runs"), volumes("/cache")]
+    answer = run("--config", "/data/odd $(id) ;.yaml", "--set", f"run.dir=/runs/{name}", options=mounts)
+    assert answer.returncode == EXIT_FINISHED, answer.stderr
+    assert [path.name for path in volumes.path("/runs").iterdir()] == [name]
+    assert (volumes.path("/runs") / name / "run.yaml").is_file()
+    assert [path.name for path in volumes.path("/cache").iterdir()] == [name]
+    written = yaml.safe_load((volumes.path("/runs") / name / "run.yaml").read_text(encoding="utf-8"))
+    assert written["data"]["path"] == f"/data/{name}"
+    # Strings that are not free are refused with the text as it was given.
+    for field in ("run.name", "runtime.allocator", "data.kind"):
+        answer = run("--config", "quickstart", "--set", f"{field}={SHELL}")
+        assert answer.returncode == EXIT_CONFIG
+        assert field in answer.stderr
+        assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "line"),
+    [
+        (["--config", "base.yaml"], [], "add -v FOLDER:/data:ro"),
+        (["--config", "eeg-1d"], ["--tmpfs=/data"], "/data holds 0 .npy files"),
+        (["--config", "base", "--set", "data.path=/data/train"], [], "mount it: -v FOLDER:/data:ro"),
+        (["--config", "/config/mine.yaml"], [], "-v FOLDER:/config:ro"),
+        ([*QUICKSTART], ["--read-only", "--tmpfs=/cache"], "read-only; add -v runs:/runs"),
+        ([*QUICKSTART], ["--volume={folder}:/runs"], "cannot be written by uid 10001; add --user"),
+        (
+            [*QUICKSTART],
+            ["--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp:noexec", "--tmpfs=/runs:mode=1777"],
+            "add -v cache:/cache",
+        ),
+        (["reconstruct", "runs/mine"], [], "mount the runs: -v runs:/runs"),
+        (["export", "runs/mine", "--to", "/runs/x.pth"], [], "mount the runs: -v runs:/runs"),
+    ],
+)
+def test_what_is_not_mounted_is_named(
+    image: dict[str, Any], arguments: list[str], options: list[str], line: str, tmp_path: Path
+) -> None:
+    # A folder of root's, as Docker makes one where a bind mount has none.
+    tmp_path.chmod(0o755)
+    answer = run(*arguments, options=[option.format(folder=tmp_path) for option in options], timeout=60)
+    assert answer.returncode == EXIT_CONFIG, answer.stderr
+    assert line in answer.stderr
+    assert answer.stderr.count("\n") <= 2
+
+
+def test_health_check_sees_a_loop_that_stands_still(stuck: tuple[Container, float]) -> None:
+    """Last: a run may stand still for two minutes before it counts as stuck."""
+    container, since = stuck
+    while time.monotonic() - since < 125:
+        time.sleep(1)
+    # The image's HEALTHCHECK as the engine runs it.
+    answer = podman("healthcheck", "run", container.name, check=False)
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert '"stuck"' in container.execute("hiera-train-health", check=False)
+    wait_for(lambda: podman("healthcheck", "run", container.name, check=False).returncode == 1)
+    for pid, state, _ in container.processes():
+        if state == "T":
+            container.execute("bash", "-c", f"kill -CONT {pid}")
+    wait_for(lambda: podman("healthcheck", "run", container.name, check=False).returncode == 0)
+    assert container.stop() == EXIT_STOPPED
