@@ -61,6 +61,20 @@ class Batch:
     used: int = 0
     given: int = 0
 
+    def allocate(self, device: torch.device) -> None:
+        """Room for one pass."""
+        size = sum(_aligned(q.rows * q.columns) for q in self.requests)
+        self.workspace = torch.empty(size, dtype=torch.float32, device=device)
+        # zeros: a key's bias has no gradient, and no segment writes there
+        self.result = torch.zeros(sum(_aligned(q.out) for q in self.requests), dtype=torch.float32, device=device)
+
+    def launch(self) -> None:
+        """Adds all partial sums of the pass."""
+        assert self.table is not None
+        _sum_segments_kernel[(len(self.table),)](
+            self.workspace, self.result, self.table, BLOCK_R=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=4
+        )
+
 
 _batches: dict[Hashable, Batch] = {}
 _active: Batch | None = None
@@ -113,10 +127,7 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
         yield
         return
     if batch.learnt:
-        size = sum(_aligned(q.rows * q.columns) for q in batch.requests)
-        batch.workspace = torch.empty(size, dtype=torch.float32, device=device)
-        # zeros: a key's bias has no gradient, and no segment writes there
-        batch.result = torch.zeros(sum(_aligned(q.out) for q in batch.requests), dtype=torch.float32, device=device)
+        batch.allocate(device)
     else:
         batch.requests.clear()
     batch.taken = batch.used = batch.given = 0
@@ -125,12 +136,11 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
         yield
         if not batch.learnt:
             batch.table, batch.learnt = _table(batch.requests, device), True
+            # once for nothing: the next pass may be the one that is captured, and must find the kernel loaded
+            batch.allocate(device)
         else:
-            assert batch.table is not None
             assert batch.taken == len(batch.requests), "fewer sums than the first time this key was used"
-            _sum_segments_kernel[(len(batch.table),)](
-                batch.workspace, batch.result, batch.table, BLOCK_R=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=4
-            )
+        batch.launch()
     finally:
         _active = None
         batch.workspace = batch.result = None

@@ -38,7 +38,7 @@ def main(folder: Path, kind: str, steps: int, accumulation: int) -> None:
     result = {
         "losses": torch.stack(losses).cpu(),
         "norms": torch.stack(norms).cpu(),
-        "movement": run.movement.cpu(),
+        "movement": run.movement.float().cpu(),
         "weights": run.optimizer.params.flat.cpu(),
         "seconds": torch.tensor(time.monotonic() - begin),
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +69,19 @@ def distance(a: Tensor, b: Tensor) -> float:
 def gradients(model: nn.Module) -> Tensor:
     """All gradients, one after the other, in float64."""
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """An operation that makes the host wait for the device raises RuntimeError in here."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor import cudagraph_trees
 
 from hiera_optim import MAEStepInputs, enable_stage_checkpointing, make_mae_mask
 
 from .models import batch_for, distance, fast_model, gradients
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+with warnings.catch_warnings():  # the compiler imports much that warns, and says that it would rather have TF32
+    warnings.simplefilter("ignore")
+    from torch._dynamo.utils import counters
+    from torch._inductor import cudagraph_trees
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 BATCH = 4
 MODES = ["default", "reduce-overhead"]
 BF16_NOISE = 5e-3

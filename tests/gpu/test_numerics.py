@@ -1,7 +1,8 @@
 """The public forward and backward against FAIR's model in float64 on the GPU, beside FAIR's own in the same precision.
 
 Not the full product of variants, pooling, mask ratios, precisions, channels, sizes and dimensionalities, but a list in
-which every value occurs, most of them several times and together with others.
+which every value occurs, most of them several times and together with others. Rounding decides which of two nearly
+equal queries a pooling keeps, so batches are large enough for such choices to average out.
 
 Bounds: the loss within 5e-3 of float64 (float32: 1e-5, which is what float32 sums of some 10^8 terms in unlike orders
 allow without TF32), the gradient over all parameters no further from float64 than 1.05 times FAIR's own (float32: or
@@ -33,8 +34,8 @@ from .models import batch_for, distance, fair_model, gradients
 pytestmark = pytest.mark.gpu
 
 LINE, VIDEO = (1024,), (16, 128, 128)
-FP16_SCALE = 4096.0
-"""A loss scale as GradScaler would choose: without one the gradients of the mean over 10^5 values underflow."""
+FP16_SCALE = 2.0**15
+"""A loss scale as GradScaler settles on: without one the gradients of a mean over 10^5 values underflow."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Case:
     size: tuple[int, ...]
     drop_path: float = 0.0
     train: bool = True
-    batch: int = 2
+    batch: int = 4
     wide_input: bool = False
     """A float32 input into a bfloat16 model."""
 
@@ -61,7 +62,7 @@ class Case:
 CASES = [
     Case("tiny", 1, 0.5, "bf16", 1, (128, 128)),
     Case("tiny", 2, 0.6, "bf16-autocast", 3, (224, 224)),
-    Case("tiny", 3, 0.75, "fp16-autocast", 8, (128, 192)),
+    Case("tiny", 3, 0.75, "fp16-autocast", 8, (128, 192), batch=16),
     Case("tiny", 2, 0.6, "fp32", 3, (128, 128), train=False),
     Case("small", 1, 0.6, "fp16-autocast", 3, (224, 224)),
     Case("small", 2, 0.75, "fp32", 8, (160, 224)),
@@ -71,9 +72,9 @@ CASES = [
     Case("base", 2, 0.6, "bf16", 8, (224, 224), wide_input=True),
     Case("base", 3, 0.6, "bf16-autocast", 1, (192, 128), drop_path=0.2, batch=5),
     Case("base", 1, 0.75, "fp32", 3, (224, 224)),
-    Case("base", 2, 0.6, "bf16", 8, LINE),
-    Case("base", 1, 0.5, "fp16-autocast", 1, (512,)),
-    Case("tiny", 3, 0.75, "fp32", 3, LINE),
+    Case("base", 2, 0.6, "bf16", 8, LINE, batch=32),
+    Case("base", 1, 0.5, "fp16-autocast", 1, (512,), batch=32),
+    Case("tiny", 3, 0.75, "fp32", 3, LINE, batch=8),
     Case("base-plus", 2, 0.75, "bf16", 3, (224, 224), drop_path=0.1, batch=5),
     Case("base-plus", 1, 0.5, "bf16-autocast", 8, (128, 128)),
     Case("base-plus", 3, 0.6, "fp32", 1, (128, 192)),

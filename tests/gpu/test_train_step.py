@@ -15,7 +15,7 @@ from hiera_optim import enable_stage_checkpointing, fast
 from hiera_optim.masks import sample_mask, sample_noise
 from hiera_optim.tables import keep_probabilities
 
-from .models import batch_for, distance, fast_model, train, trainer
+from .models import batch_for, distance, fast_model, no_synchronisation, train, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -147,15 +147,18 @@ def test_the_learning_rate_acts_in_the_recorded_step() -> None:
 
 
 def test_release_gives_the_memory_back_and_the_step_goes_on() -> None:
-    undisturbed, run = trainer(micro_batch=32), trainer(micro_batch=32)
+    undisturbed, run = trainer(micro_batch=128), trainer(micro_batch=128)
     train(undisturbed, 3)
     undisturbed.step.release()
+    before = reserved()
     train(run, 2)
     recorded = reserved()
     run.step.release()
     released = reserved()
-    print(f"reserved with the graph {recorded >> 20} MiB, after release {released >> 20} MiB")
-    assert released < 0.7 * recorded
+    print(f"MiB reserved: {before >> 20} before, {recorded >> 20} with the graph, {released >> 20} after release")
+    assert recorded - before > 256 << 20
+    # cuBLAS keeps a workspace for the stream of the capture
+    assert released - before < 96 << 20
     train(run, 1, first=2)
     assert torch.equal(run.weights, undisturbed.weights)
 
@@ -197,15 +200,11 @@ def test_no_host_synchronisation_in_a_step(kind: str, capture: bool) -> None:
     train(run, 2)
     x = batch_for(run.model, 4).cpu().pin_memory()
     ids = ids_of(3).cpu().pin_memory()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for _ in range(4):
             run.step(x, ids)
             run.step.evaluate(x, ids)
             run.optimizer.lr.fill_(1e-4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,12 +221,8 @@ def test_no_math_attention_and_no_synchronisation_in_the_public_forward(dtype: t
 
     step()
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
     names = {event.key for event in profiler.key_averages()}

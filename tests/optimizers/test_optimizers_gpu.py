@@ -55,9 +55,10 @@ def test_adamw_kernel_equals_reference(dtype: torch.dtype, master: bool, zero_gr
     torch.testing.assert_close(optimizer.exp_avg_sq, exp_avg_sq, rtol=1e-5, atol=1e-7)
     if masters is not None:
         torch.testing.assert_close(optimizer.master, masters, rtol=1e-5, atol=1e-6)
-    # Without masters two roundings can part by a unit in the last place, and then once more.
-    rtol = 2**-6 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(optimizer.params.flat, param, rtol=rtol, atol=1e-5)
+    # Without masters two roundings can part by a unit in the last place, and then once more; the unit is that of the
+    # largest value a weight had on its way, here up to 0.1.
+    rtol, atol = (2**-6, 2**-10) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+    torch.testing.assert_close(optimizer.params.flat, param, rtol=rtol, atol=atol)
 
 
 def test_muon_equals_the_cpu() -> None:
@@ -113,6 +114,7 @@ def test_captured_steps_equal_eager_ones_with_a_schedule(kind: str, dtype: torch
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), eager_model.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_gradient_outside_the_flat_buffer_is_an_error_during_capture() -> None:
     model, optimizer = make("adamw", torch.float32)
     optimizer.step()
