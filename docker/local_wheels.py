@@ -64,19 +64,20 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def candidates(found: dict[str, list[str]], names: set[str]) -> Iterator[Path]:
-    """Wheels of these packages in local folders and local indexes."""
+def candidates(found: dict[str, list[str]], names: set[str]) -> Iterator[tuple[Path, str]]:
+    """Wheels of these packages in local folders and local indexes, with the hash that an index gives ("": none)."""
     for location in found.get("find-links", []):
         folder = local_path(location)
         if folder is not None and folder.is_dir():
-            yield from (file for file in folder.glob("*.whl") if normalized(file.name.split("-")[0]) in names)
+            yield from ((file, "") for file in folder.glob("*.whl") if normalized(file.name.split("-")[0]) in names)
     for location in (*found.get("index-url", []), *found.get("extra-index-url", [])):
         index = local_path(location) if location.startswith("file:") else None
         for name in sorted(names) if index is not None else ():
             page = index / name / "index.html"  # type: ignore[operator]
             if page.is_file():
-                for link in re.findall(r'href="([^"#]+\.whl)', page.read_text(encoding="utf-8")):
-                    yield Path(os.path.normpath(page.parent / unquote(link)))
+                links = re.findall(r'href="([^"#]+\.whl)(?:#sha256=(\w{64}))?', page.read_text(encoding="utf-8"))
+                for link, digest in links:
+                    yield Path(os.path.normpath(page.parent / unquote(link))), digest
 
 
 def gather(folder: Path, locks: list[Path]) -> list[Path]:
@@ -87,10 +88,10 @@ def gather(folder: Path, locks: list[Path]) -> list[Path]:
         (folder / "simple" / name).mkdir(parents=True)
         (folder / "simple" / name / "index.html").touch()
     gathered = []
-    for file in dict.fromkeys(candidates(settings(), set(allowed))):
+    for file, given in candidates(settings(), set(allowed)):
         name = normalized(file.name.split("-")[0])
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        # pip reads the whole file and compares again when it installs it.
+        digest = given or hashlib.sha256(file.read_bytes()).hexdigest()
         target = folder / "simple" / name / file.name
         if digest not in allowed[name] or target.exists():
             continue

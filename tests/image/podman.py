@@ -55,7 +55,7 @@ def run_arguments(*options: str) -> list[str]:
     return ["run", "--pull=never", *_limits(), *options, IMAGE]
 
 
-def run(*arguments: str, options: Sequence[str] = (), timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, options: Sequence[str] = (), timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run the image to its end; stdout and stderr are the container's."""
     name = f"hiera-test-{uuid.uuid4().hex[:10]}"
     try:
@@ -65,12 +65,12 @@ def run(*arguments: str, options: Sequence[str] = (), timeout: float = 240) -> s
         podman("rm", "--force", "--ignore", "--time", "0", name)
 
 
-def python(code: str, options: Sequence[str] = (), timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def python(code: str, options: Sequence[str] = (), timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run Python code in the image."""
     return run("-c", code, options=["--entrypoint", "python", *options], timeout=timeout)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0, what: str = "") -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 400.0, what: str = "") -> Any:
     """Value of `condition` as soon as it is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -102,7 +102,7 @@ class Container:
         state: dict[str, Any] = json.loads(podman("inspect", self.name).stdout)[0]["State"]
         return state
 
-    def wait_for_log(self, text: str, seconds: float = 120.0) -> None:
+    def wait_for_log(self, text: str, seconds: float = 400.0) -> None:
         """Wait until the output holds `text`; fails when the container ends before."""
 
         def seen() -> bool:
@@ -112,7 +112,7 @@ class Container:
 
         wait_for(seen, seconds, f"for {text!r}")
 
-    def wait(self, seconds: float = 240.0) -> int:
+    def wait(self, seconds: float = 600.0) -> int:
         """Exit code, once the container has ended."""
         return int(podman("wait", self.name, timeout=seconds).stdout.strip())
 

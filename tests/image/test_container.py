@@ -136,7 +136,7 @@ def test_wheels_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (links / wheel.name).write_bytes(b"right")
     (links / "my_package-1.0-cp311-none-any.whl").write_bytes(b"wrong")
     (links / "other-1.0-py3-none-any.whl").write_bytes(b"right")
-    (index / "my-package" / "index.html").write_text(f'<a href="../../{wheel.name}#sha256=0">x</a>', encoding="utf-8")
+    (index / "my-package" / "index.html").write_text(f'<a href="../../{wheel.name}">x</a>', encoding="utf-8")
     digest = hashlib.sha256(b"right").hexdigest()
     lock = tmp_path / "my.lock"
     lock.write_text(f"my-package==1.0 \\\n    --hash=sha256:{digest}\n    # via -r x\n", encoding="utf-8")
