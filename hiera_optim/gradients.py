@@ -40,9 +40,10 @@ class GradientReducer:
         self._buckets = optimizer.params.buckets(BUCKET_BYTES)
         self._active = False
         self._works: list[dist.Work] = []
-        self._waiting: list[int] = []
         # by address: a chain's fused backward writes gradients without autograd, and knows only those
-        self._bucket_of = {p.data_ptr(): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._pointers = [frozenset(p.data_ptr() for p in bucket.parameters) for bucket in self._buckets]
+        self._bucket_of = {pointer: i for i, pointers in enumerate(self._pointers) for pointer in pointers}
+        self._waiting: list[set[int]] = []
         parameters = (p for bucket in self._buckets for p in bucket.parameters)
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in parameters]  # type: ignore[no-untyped-call]
 
@@ -58,7 +59,7 @@ class GradientReducer:
     @contextmanager
     def reduce_in_backward(self) -> Iterator[None]:
         """Backward inside this context is the step's last: buckets are summed and all-reduced as they fill."""
-        self._waiting = [len(bucket.parameters) for bucket in self._buckets]
+        self._waiting = [set(pointers) for pointers in self._pointers]
         self._active = True
         try:
             yield
@@ -76,14 +77,20 @@ class GradientReducer:
         self.ready([parameter.data_ptr()])
 
     def ready(self, pointers: list[int]) -> None:
-        """Backward has written the gradients of the parameters at these addresses."""
+        """Backward has written the gradients of the parameters at these addresses.
+
+        Autograd calls the hook of a parameter that got None too, so a fused backward's parameters come twice: only the
+        first time counts.
+        """
         if not self._active:
             return
         for pointer in pointers:
             i = self._bucket_of[pointer]
-            self._waiting[i] -= 1
-            if self._waiting[i] == 0:
-                self._reduce(self._buckets[i])
+            waiting = self._waiting[i]
+            if pointer in waiting:
+                waiting.remove(pointer)
+                if not waiting:
+                    self._reduce(self._buckets[i])
 
     def _reduce(self, bucket: Bucket) -> None:
         gradient = self._optimizer.bucket_gradient(bucket)
