@@ -16,6 +16,9 @@ from service.config.schema import ModelSection, RunConfig
 from service.errors import UserError
 
 PICTURE_CHANNELS = (1, 3)
+LARGEST_ON_GPU = 256
+"""Samples of a micro-batch that nobody chose: enough to keep a GPU busy, few enough to fit one."""
+LARGEST_ON_CPU = 32
 _PER_DIMENSION = ("q_stride", "mask_unit_size", "patch_kernel", "patch_stride", "patch_padding")
 
 
@@ -41,8 +44,12 @@ def check_all(config: RunConfig) -> None:
     check_data(config)
 
 
-def check_world(config: RunConfig, world_size: int) -> BatchSplit:
-    """How `world_size` ranks share the global batch; UserError with the nearest values if they cannot."""
+def check_world(config: RunConfig, world_size: int, on_cpu: bool | None = None) -> BatchSplit:
+    """How `world_size` ranks share the global batch; UserError with the nearest values if they cannot.
+
+    Without train.micro_batch a rank's share is cut into the largest equal parts that are not above a size
+    that most machines hold; `on_cpu` is which kind these are, by default what runtime.device says.
+    """
     if world_size < 1:
         raise UserError(f"world size: {world_size} is not a whole number above 0")
     batch, micro = config.train.global_batch, config.train.micro_batch
@@ -52,7 +59,11 @@ def check_world(config: RunConfig, world_size: int) -> BatchSplit:
         by = f"{ranks} x micro_batch {micro} = {unit}" if micro else ranks
         nearest = " or ".join(str(value) for value in _neighbours(batch, unit))
         raise UserError(f"train.global_batch: {batch} does not divide by {by}; nearest valid: {nearest}")
-    micro = micro or batch // world_size
+    if micro is None:
+        share = batch // world_size
+        on_cpu = config.runtime.device == "cpu" if on_cpu is None else on_cpu
+        largest = LARGEST_ON_CPU if on_cpu else LARGEST_ON_GPU
+        micro = max(size for size in range(1, min(share, largest) + 1) if share % size == 0)
     return BatchSplit(micro, batch // (world_size * micro))
 
 
@@ -92,8 +103,7 @@ def _check_stages(model: ModelSection) -> None:
         if dim % heads:
             nearest = " or ".join(str(value) for value in _neighbours(dim, heads))
             raise UserError(
-                f"model.{dim_field}: {dim} does not divide by model.{heads_field} {heads}; "
-                f"nearest valid: {nearest}"
+                f"model.{dim_field}: {dim} does not divide by model.{heads_field} {heads}; nearest valid: {nearest}"
             )
 
 
@@ -174,8 +184,7 @@ def _check_channels(config: RunConfig) -> None:
             )
         if model.in_chans not in PICTURE_CHANNELS:
             raise UserError(
-                f"model.in_chans: {model.in_chans}, but pictures give 1 (grey) or 3 channels; "
-                "use data.kind=array"
+                f"model.in_chans: {model.in_chans}, but pictures give 1 (grey) or 3 channels; use data.kind=array"
             )
     for name in ("mean", "std"):
         values = getattr(data, name)
@@ -196,17 +205,14 @@ def _check_schedule(config: RunConfig) -> None:
         raise UserError(f"optim.warmup_steps: {warmup} must be less than train.steps {train.steps}")
     both_in_epochs = train.steps is None and warmup is None
     if both_in_epochs and train.epochs is not None and optim.warmup_epochs >= train.epochs:
-        raise UserError(
-            f"optim.warmup_epochs: {optim.warmup_epochs:g} must be less than train.epochs {train.epochs:g}"
-        )
+        raise UserError(f"optim.warmup_epochs: {optim.warmup_epochs:g} must be less than train.epochs {train.epochs:g}")
     chosen = train.activation_checkpointing
     if isinstance(chosen, tuple):
         stages = len(config.model.stages)
         beyond = [stage for stage in chosen if stage >= stages]
         if beyond:
             raise UserError(
-                f"train.activation_checkpointing: there is no stage {beyond[0]}; "
-                f"the stages are 0 to {stages - 1}"
+                f"train.activation_checkpointing: there is no stage {beyond[0]}; the stages are 0 to {stages - 1}"
             )
 
 

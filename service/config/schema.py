@@ -165,7 +165,9 @@ class TrainSection(Section):
     global_batch: int = Field(default=4096, gt=0)
     """Samples an optimizer step over all ranks; never changes with the number of ranks."""
     micro_batch: int | None = Field(default=None, gt=0)
-    """Samples a rank computes at once; null: global_batch / world size. The rest is gradient accumulation."""
+    """Samples a rank computes at once; null: an equal part of its share, at most 256, on a CPU 32. The rest
+    is gradient accumulation.
+    """
     epochs: float | None = Field(default=400, gt=0)
     """Length of the run in passes over the training data."""
     steps: int | None = Field(default=None, gt=0)

@@ -25,10 +25,11 @@ def summary(config: RunConfig, nnodes: int) -> list[str]:
 def _model(model: ModelSection) -> list[str]:
     tokens, units = token_shape(model), mask_unit_count(model)
     kept = kept_mask_units(units, model.mask_ratio)
+    product = f"{_by(tokens)} = " if len(tokens) > 1 else ""
     millions = parameter_count(model) / 1e6
     return [
         f"model:  {millions:.1f} M parameters, input {model.in_chans} x {_by(model.input_size)}",
-        f"        {_by(tokens)} = {math.prod(tokens)} tokens, {kept} of {units} mask units kept",
+        f"        {product}{math.prod(tokens)} tokens, {kept} of {units} mask units kept",
     ]
 
 
@@ -50,6 +51,6 @@ def _split(config: RunConfig, nnodes: int) -> str:
     workers = config.runtime.nproc_per_node
     if workers == "auto":
         micro = config.train.micro_batch
-        return f"micro-batch {micro}" if micro is not None else "divided by the number of ranks"
+        return f"micro-batch {micro}" if micro is not None else "shared equally by all ranks"
     micro, accumulation = check_world(config, nnodes * workers)
     return f"{nnodes * workers} ranks x {accumulation} micro-batches of {micro}"

@@ -49,7 +49,7 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
         UserError: data, checkpoint or configuration do not fit.
     """
     on_cuda = workers.device.type == "cuda"
-    split = check_world(config, workers.world_size)
+    split = check_world(config, workers.world_size, on_cpu=not on_cuda)
     train_data, val_data = open_data(config.data, config.model, seed=config.run.seed)
     schedule = make_schedule(config.optim, config.train, len(train_data))
     if schedule.warmup >= schedule.total:
@@ -57,6 +57,12 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
             f"the warm-up of {schedule.warmup} steps is not over at the run's end, step {schedule.total}: "
             "set optim.warmup_epochs or optim.warmup_steps"
         )
+    held_out = len(val_data) if val_data is not None else 0
+    console.say(
+        f"{len(train_data)} training samples, {held_out} held out; {schedule.total} steps of "
+        f"{config.train.global_batch} ({config.train.global_batch * schedule.total / len(train_data):.4g} epochs), "
+        f"micro-batches of {split.micro_batch} x {split.accumulation} x {workers.world_size} ranks"
+    )
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if on_cuda else "fp32"

@@ -312,8 +312,10 @@ def test_settings_that_do_agree():
 @pytest.mark.parametrize(
     ("batch", "micro", "world", "split"),
     [
-        (4096, None, 1, (4096, 1)),
-        (4096, None, 8, (512, 1)),
+        (4096, None, 1, (256, 16)),
+        (4096, None, 8, (256, 2)),
+        (4096, None, 32, (128, 1)),
+        (1000, None, 1, (250, 4)),
         (4096, 128, 8, (128, 4)),
         (4096, 4096, 1, (4096, 1)),
         (6, 1, 3, (1, 2)),
@@ -324,6 +326,12 @@ def test_world_divides_the_batch(batch, micro, world, split):
     found = check_world(settings(*overrides), world)
     assert found == BatchSplit(*split)
     assert found.micro_batch * found.accumulation * world == batch
+
+
+def test_micro_batch_nobody_chose_is_small_on_a_cpu():
+    assert check_world(settings("runtime.device=cpu"), 1) == BatchSplit(32, 128)
+    assert check_world(settings(), 1, on_cpu=True) == BatchSplit(32, 128)
+    assert check_world(settings("runtime.device=cpu", "train.micro_batch=128"), 1) == BatchSplit(128, 32)
 
 
 @pytest.mark.parametrize(
