@@ -39,9 +39,6 @@ $(INSTALLED): pyproject.toml setup.py
 quickstart: $(INSTALLED) ## pre-train a small Hiera on real photographs, on the CPU, in minutes
 	$(BIN)/hiera-train --config quickstart $(ARGS)
 	@echo
-	@echo "pictures:     $$(ls -d runs/quickstart/reconstructions/*.png 2>/dev/null | tail -1)  (original, masked, reconstructed)"
-	@echo "metrics:      runs/quickstart/metrics.jsonl"
-	@echo "checkpoints:  runs/quickstart/checkpoints"
 	@echo "Train on your own: $(BIN)/hiera-train --config small --set data.path=FOLDER"
 
 .PHONY: test

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from service import streams
 from service.cluster.commands import COMMANDS as CLUSTER_COMMANDS
 from service.cluster.commands import add_commands
 from service.errors import EXIT_FINISHED, UserError
@@ -33,7 +34,7 @@ examples:
   hiera-train --config quickstart                            a first run, on the CPU, in minutes
   hiera-train --config base --set data.path=~/pictures       pre-train Hiera-B; the same command resumes
   hiera-train --config base --set data.path=~/pictures --dry-run
-  hiera-train config show --config base                      every setting, resolved
+  hiera-train config show base                               every setting, resolved
   hiera-train reconstruct runs/quickstart                    pictures: original, masked, reconstructed
   hiera-train export runs/quickstart --to hiera.safetensors  weights for FAIR's own classes
   hiera-train render slurm --config base --nodes 4           the batch script of a run on four nodes
@@ -53,21 +54,22 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and prints what went wrong to stderr."""
+    streams.open_standard_files()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-        if sys.stdout is not None:  # closed by the parent, as cron and some schedulers do
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        streams.say(f"{PROGRAM}: error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        streams.say(f"{PROGRAM}: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has left. Point stdout elsewhere, or the interpreter complains when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (`| head`) has all that it wanted.
         return EXIT_FINISHED
+    finally:
+        streams.settle()
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -75,13 +77,20 @@ def _dispatch(arguments: list[str]) -> int:
         raise UserError(f"--config is missing, e.g. {PROGRAM} --config quickstart (see {PROGRAM} --help)")
     if arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version"):
         if not arguments[0].startswith("-"):
-            near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(_COMMANDS)}"
-            raise UserError(f"unknown command {arguments[0]}; {hint}")
+            raise UserError(f"unknown command {arguments[0]}; {_hint(arguments[0])}")
         arguments = ["run", *arguments]
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
+
+
+def _hint(word: str) -> str:
+    near = difflib.get_close_matches(word, _COMMANDS, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    if word in _shipped() or word.endswith((".yaml", ".yml")):
+        return f"to train with this configuration: {PROGRAM} --config {word}"
+    return f"commands: {', '.join(_COMMANDS)}"
 
 
 def _parser() -> argparse.ArgumentParser:

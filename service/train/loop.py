@@ -47,9 +47,7 @@ class Outcome:
     reason: str = ""
 
 
-def train(
-    config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsClient, started: float
-) -> Outcome:
+def train(config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsClient, started: float) -> Outcome:
     """Trains until the run is complete or a stop signal arrives, on this rank.
 
     Args:
@@ -201,6 +199,7 @@ def draw_reconstructions(run: Run, step: int, console: Console) -> None:
         return
     try:
         draw_held_out(run.train_step.model, run.val_data, path, run.config)
+        console.say(f"held-out samples, original, masked and reconstructed: {path}")
     except UserError as error:
         console.warn(str(error))
 

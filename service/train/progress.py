@@ -141,7 +141,7 @@ class Console:
     def begin(self, step: int, total: int) -> None:
         """Starts the bar at `step` of `total`, on a terminal."""
         self._total = total
-        if self._speaks and sys.stderr.isatty():
+        if self._speaks and _is_terminal(sys.stderr):
             self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def advance(self) -> None:
@@ -180,6 +180,16 @@ class Console:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """False also for a terminal without a width, as expect, CI and containers make them: no bar fits it."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return True
 
 
 def duration(seconds: float) -> str:

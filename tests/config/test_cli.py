@@ -170,7 +170,13 @@ def test_check_and_dry_run_say_what_would_run(arguments, capsys, tmp_path, monke
         (["run"], f"--config is missing; shipped configurations: {', '.join(shipped_configs())}"),
         (["config", "show"], f"--config is missing; shipped configurations: {', '.join(shipped_configs())}"),
         (["confg"], "unknown command confg; did you mean config?"),
-        (["zzz"], "unknown command zzz; commands: run, config, reconstruct, export, render, submit, status, logs, list, cancel"),
+        (["base", "--dry-run"], "unknown command base; to train with this configuration: hiera-train --config base"),
+        (["my.yaml"], "unknown command my.yaml; to train with this configuration: hiera-train --config my.yaml"),
+        (
+            ["zzz"],
+            "unknown command zzz; "
+            "commands: run, config, reconstruct, export, render, submit, status, logs, list, cancel",
+        ),
         (
             ["config", "show", "base", "--config", "tiny"],
             "two configurations: base and --config tiny; give one",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -166,6 +167,17 @@ def test_lines_without_a_terminal(capsys):
     assert output.err == "hiera-train: warning: look out\n"
 
 
+def test_lines_on_a_terminal_without_a_width(capsys, monkeypatch):
+    outer, inner = os.openpty()
+    with os.fdopen(inner, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        console = Console(speaks=True)
+        console.begin(0, 10)
+        console.report(5, 0.91234, 12.34, 1.0)
+        os.close(outer)
+    assert capsys.readouterr().out.startswith("step 5/10  loss")
+
+
 def test_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     console = Console(speaks=True)
@@ -283,9 +295,7 @@ def test_ranks_and_micro_batches_share_out_the_same_samples():
     def held(world_size):
         ids = []
         for rank in range(world_size):
-            for _, sample_ids, real in validation(
-                held_out, micro_batch=2, rank=rank, world_size=world_size, samples=7
-            ):
+            for _, sample_ids, real in validation(held_out, micro_batch=2, rank=rank, world_size=world_size, samples=7):
                 ids += sample_ids[:real].tolist()
         return sorted(ids)
 
