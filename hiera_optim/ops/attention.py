@@ -4,8 +4,9 @@ Shapes: G windows, T tokens a window (z-order), H heads, D head dim.
     qkv  [G, T, 3, H, D]              contiguous output of the qkv projection
     o    [G, T // q_stride, H * D]
     lse  [G, H, T // q_stride]        fp32, log2 of the softmax denominators
-Kernels: attention_resident.py (keys of a tile on chip), attention_long.py (longer sequences). The choice
-between them and their tiling: attention_config.py. Oracle: attention_reference.py.
+Kernels: attention_resident.py (keys of a tile on chip), attention_long.py (longer sequences), for backward also
+attention_key_rows.py and attention_phases.py. The choice between them and their tiling: attention_config.py.
+Oracle: attention_reference.py.
 
 Rows of P sum to one, so the column sums of dv are those of grad_o, and those of dk are zero: of the bias
 gradient only q's part needs dqkv.
@@ -34,7 +35,9 @@ from hiera_optim.ops.attention_config import (
     forward_config,
     power_of_two,
 )
+from hiera_optim.ops.attention_key_rows import key_rows_backward
 from hiera_optim.ops.attention_long import long_backward_keys, long_backward_queries, long_forward
+from hiera_optim.ops.attention_phases import phased_backward
 from hiera_optim.ops.attention_resident import resident_backward, resident_forward
 from hiera_optim.ops.batched_sums import Segment, new_partials, take_sum
 
@@ -79,7 +82,9 @@ def _device() -> torch.device:
 
 
 def _uses_lse(config: AttentionConfig, queries: int) -> bool:
-    return config.streamed or config.windows * queries > config.block_m
+    if config.key_rows:
+        return config.windows == 1
+    return config.streamed or config.phases or config.windows * queries > config.block_m
 
 
 def _grid(config: AttentionConfig, tiles: int, heads: int, device: torch.device) -> tuple[int]:
@@ -179,25 +184,45 @@ def attention_backward(
             o, lse = attention_forward_lse(qkv, q_stride)
     else:
         o, lse = grad_o, dbias  # not read
+    tiles = ceil_div(groups, config.windows)
     blocks = ceil_div(config.windows * queries, config.block_m)
     if config.windows > 1 and blocks > 1:
         raise ValueError(f"{config.windows} windows a tile need block_m of at least {config.windows * queries}")
-    tiles = ceil_div(groups, config.windows)
-    partial = new_partials(tiles * blocks, 2, heads * dim, device=qkv.device)
-    shape = {"T": tokens, "H": heads, "D": dim, "Q_STRIDE": q_stride, "SCALE": dim**-0.5}
-    common = {"BLOCK_M": config.block_m, "DIMS": head_dim_blocks(dim), "PRECISION": _precision(qkv)}
+    if config.phases and q_stride > 1:
+        raise ValueError("the method phases has no pooling of queries")
+    grid = _grid(config, tiles, heads, qkv.device)
+    rows = tiles * blocks
+    if config.key_rows:
+        rows = grid[0] // heads
+    elif config.phases:
+        rows = groups
+    partial = new_partials(rows, 2, heads * dim, device=qkv.device)
+    shape = {"T": tokens, "H": heads, "D": dim, "SCALE": dim**-0.5}
+    shape |= {"DIMS": head_dim_blocks(dim), "PRECISION": _precision(qkv)}
+    pooled = shape | {"Q_STRIDE": q_stride, "BLOCK_M": config.block_m}
     options = _launch_options(config)
-    if config.streamed:
-        common |= {"BLOCK_N": config.key_block, "STAGES": config.num_stages}
+    if config.key_rows:
+        key_rows_backward[grid](
+            grad_o, qkv, o, lse, dqkv, partial, groups, tiles, **pooled, WINDOWS=config.windows,
+            BLOCK_N=power_of_two(config.windows * tokens), TILE_STAGES=config.num_stages,
+            FOLD=2 if config.block_m >= 64 else 1, **options,
+        )  # fmt: skip
+    elif config.phases:
+        phased_backward[(groups * heads * 2,)](
+            grad_o, qkv, o, lse, torch.empty_like(lse), dqkv, partial, **shape, ROWS=config.block_m,
+            BLOCKS=split_blocks(tokens, config.block_m, config.key_round), **options,
+        )  # fmt: skip
+    elif config.streamed:
+        pooled |= {"BLOCK_N": config.key_block, "STAGES": config.num_stages}
         delta = torch.empty_like(lse)
         long_backward_queries[(groups * heads * blocks,)](
-            grad_o, qkv, o, lse, delta, dqkv, partial, **shape, **common, **options
+            grad_o, qkv, o, lse, delta, dqkv, partial, **pooled, **options
         )
         key_blocks = ceil_div(tokens, config.key_block)
-        long_backward_keys[(groups * heads * key_blocks,)](grad_o, qkv, lse, delta, dqkv, **shape, **common, **options)
+        long_backward_keys[(groups * heads * key_blocks,)](grad_o, qkv, lse, delta, dqkv, **pooled, **options)
     else:
-        resident_backward[_grid(config, tiles, heads, qkv.device)](
-            grad_o, qkv, o, lse, dqkv, partial, groups, tiles, **shape, **common, WINDOWS=config.windows,
+        resident_backward[grid](
+            grad_o, qkv, o, lse, dqkv, partial, groups, tiles, **pooled, WINDOWS=config.windows,
             KEYS=split_blocks(config.windows * tokens, config.key_block, config.key_round),
             TILE_STAGES=config.num_stages, **options,
         )  # fmt: skip
@@ -207,6 +232,6 @@ def attention_backward(
         return dqkv, later
     columns = 8 if heads * dim <= 256 else 16
     sum_partials[(ceil_div(3 * heads * dim, columns),)](
-        partial, dbias, tiles * blocks, WIDTH=heads * dim, COLUMNS=columns, ROWS=256, num_warps=8
+        partial, dbias, rows, WIDTH=heads * dim, COLUMNS=columns, ROWS=256, num_warps=8
     )
     return dqkv, dbias

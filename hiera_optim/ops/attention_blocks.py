@@ -61,6 +61,23 @@ def zero_keys(KEYS: tl.constexpr, DIMS: tl.constexpr):
 
 
 @triton.jit
+def zero_rows(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """fp32 zeros [ROWS, D] as a tuple over DIMS."""
+    parts = ()
+    for i in tl.static_range(len(DIMS)):
+        parts = parts + (zeros(ROWS, DIMS[i][1]),)
+    return parts
+
+
+@triton.jit
+def scale_rows(parts, factor, DIMS: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(DIMS)):
+        out = out + (parts[i] * factor,)
+    return out
+
+
+@triton.jit
 def load_rows(base, rows, limit, STRIDE: tl.constexpr, DIMS: tl.constexpr, D: tl.constexpr):
     """Rows of base [limit, D] as a tuple over DIMS; rows past `limit` are zero."""
     parts = ()

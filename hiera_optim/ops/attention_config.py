@@ -1,7 +1,9 @@
 """How the attention kernels are tiled, by shape and by GPU. Everything here changes speed only.
 
-Three methods. `rows`: one block of queries, whole softmax rows. `blocks`: several blocks of queries, keys and
-the accumulators of dk and dv on chip. `streamed`: loops over blocks of keys (attention_long.py).
+Methods. `rows`: one block of queries, whole softmax rows. `blocks`: several blocks of queries, keys and the
+accumulators of dk and dv on chip. `streamed`: loops over blocks of keys (attention_long.py). Backward only:
+`key_rows`, at most 64 keys, with keys as rows (attention_key_rows.py), and `phases`, dq and dk, dv by programs
+of their own (attention_phases.py).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class AttentionConfig:
     num_stages: buffers of the loop over tiles (rows, blocks) or over keys (streamed); 1 loads when needed.
     programs_per_sm: programs a multiprocessor that share the tiles; 0 is one program a tile.
     max_registers: cap of registers a thread (Triton's maxnreg), None for the compiler's choice.
+    streamed, key_rows, phases: the method; `rows` or `blocks` if none is set.
     """
 
     windows: int = 1
@@ -48,6 +51,8 @@ class AttentionConfig:
     programs_per_sm: int = 0
     max_registers: int | None = None
     streamed: bool = False
+    key_rows: bool = False
+    phases: bool = False
 
 
 def power_of_two(n: int) -> int:
@@ -63,11 +68,15 @@ def shared_memory_limit(compute_capability: tuple[int, int]) -> int:
 def shared_memory(config: AttentionConfig, tokens: int, dim: int, element_size: int, backward: bool) -> int:
     """Upper estimate of a program's shared memory: operands twice where both wgmma and mma read them."""
     keys = ceil_div(config.windows * tokens, config.key_round) * config.key_round
+    if config.key_rows:
+        return element_size * ceil_div(dim, 16) * 16 * (keys + config.block_m) * 2 * (config.num_stages + 1)
     if config.streamed:
         keys = config.key_block * max(1, config.num_stages)
     width = ceil_div(dim, 16) * 16
     rows = config.block_m
     operands = 2 * keys * width + rows * width * (3 if backward else 1)
+    if not config.streamed:
+        operands *= config.num_stages
     weights = rows * min(keys, 256) * (2 if backward else 0)
     return element_size * (operands + weights)
 
@@ -114,7 +123,11 @@ def choose(
     # Without wgmma or tcgen05 operands sit in registers too: more than 64 tokens spill backward (sm_89: 280 bytes at
     # 196 x 32, 3.7 KB at 76 x 96).
     few_registers = compute_capability[0] not in (0, 9, 10)
-    config = _resident(groups, tokens, heads, dim, q_stride, element_size, num_multiprocessors, backward)
+    config = None
+    if backward and compute_capability[0] in (0, 9) and element_size == 2:
+        config = _backward_with_wgmma(groups, tokens, heads, dim, q_stride, num_multiprocessors)
+    if config is None:
+        config = _resident(groups, tokens, heads, dim, q_stride, element_size, num_multiprocessors, backward)
     if (
         config is not None
         and not (few_registers and backward and tokens > 64)
@@ -127,6 +140,26 @@ def choose(
     if shared_memory(config, tokens, dim, element_size, backward) > limit:
         config = replace(config, num_stages=1)
     return config
+
+
+def _backward_with_wgmma(
+    groups: int, tokens: int, heads: int, dim: int, q_stride: int, num_multiprocessors: int
+) -> AttentionConfig | None:
+    """Tiling of the backward methods made for warpgroup products, or None where they do not apply or spill."""
+    queries = tokens // q_stride
+    windows = _packed(tokens, groups, heads, num_multiprocessors)
+    if windows * tokens == 64 and dim <= 96:
+        if q_stride == 1:
+            return AttentionConfig(windows=windows, num_stages=2, programs_per_sm=2, key_rows=True)
+        if windows * queries <= 16 and dim % 32 in (0, 24):  # with a tail of 16 in the head dim: 400 bytes spilled
+            return AttentionConfig(
+                windows=windows, block_m=16, num_stages=2, programs_per_sm=3, max_registers=168, key_rows=True
+            )
+    if 128 < tokens <= 208 and q_stride == 1 and dim <= 32:
+        return AttentionConfig(max_registers=128, phases=True)
+    if 64 < tokens <= 128 and queries > 64 and dim % 32 == 0:
+        return AttentionConfig(block_m=64)
+    return None
 
 
 def _resident(
@@ -149,7 +182,10 @@ def _resident(
         # Blocks of 16 pooled rows go through the older mma; head dims with a tail of 16 spill there (72: 8
         # bytes).
         block_m = 64 if q_stride > 1 and rows <= 64 and dim % 32 and tokens > 8 else power_of_two(rows)
-        return AttentionConfig(windows=windows, block_m=block_m, num_warps=4 if windows * tokens > 32 else 2)
+        config = AttentionConfig(windows=windows, block_m=block_m, num_warps=4 if windows * tokens > 32 else 2)
+        if not backward and element_size == 2 and windows * tokens == 64 and (windows > 1 or q_stride > 1):
+            config = replace(config, num_stages=2, programs_per_sm=8)
+        return config
     if tokens <= 128:
         if not backward:
             return AttentionConfig(block_m=min(64, power_of_two(queries)), key_block=128, max_registers=128)

@@ -22,18 +22,10 @@ from hiera_optim.ops.attention_blocks import (
     store_column_sums,
     store_queries,
     store_rows,
-    zeros,
+    zero_rows,
 )
 
 # ---- kernels ----
-
-
-@triton.jit
-def _zero_rows(ROWS: tl.constexpr, DIMS: tl.constexpr):
-    parts = ()
-    for i in tl.static_range(len(DIMS)):
-        parts = parts + (zeros(ROWS, DIMS[i][1]),)
-    return parts
 
 
 @triton.jit
@@ -60,7 +52,7 @@ def long_forward(
     rows = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens = qkv + group * (T * STRIDE) + head * D
     q, _ = load_queries(tokens, rows, TQ, STRIDE, DIMS, D, Q_STRIDE)
-    o = _zero_rows(BLOCK_M, DIMS)
+    o = zero_rows(BLOCK_M, DIMS)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(0, T, BLOCK_N, num_stages=STAGES):
@@ -125,7 +117,7 @@ def long_backward_queries(
     for i in tl.static_range(len(DIMS)):
         shift += tl.sum(o[i].to(tl.float32) * do[i].to(tl.float32), 1)
     tl.store(delta + statistics, shift, mask=rows < TQ)
-    dq = _zero_rows(BLOCK_M, DIMS)
+    dq = zero_rows(BLOCK_M, DIMS)
     for start in tl.range(0, T, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(tokens + H * D, keys, T, STRIDE, DIMS, D)
@@ -177,8 +169,8 @@ def long_backward_keys(
     statistics = (group * H + head) * TQ
     k = load_rows(tokens + H * D, keys, T, STRIDE, DIMS, D)
     v = load_rows(tokens + 2 * H * D, keys, T, STRIDE, DIMS, D)
-    dk = _zero_rows(BLOCK_N, DIMS)
-    dv = _zero_rows(BLOCK_N, DIMS)
+    dk = zero_rows(BLOCK_N, DIMS)
+    dv = zero_rows(BLOCK_N, DIMS)
     for start in tl.range(0, TQ, BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
         q, _ = load_queries(tokens, rows, TQ, STRIDE, DIMS, D, Q_STRIDE)

@@ -18,12 +18,12 @@ SM):
     1 x 64 x 96/4                117  0  14 K  4       201  0  26 K  2
     4 x 16 x 96                   94  0  36 K  5       152  0  56 K  3
     4 x 16 x 96/4                161  0  14 K  3       251  0  26 K  2
-    1 x 76 x 96                  128  0  42 K  4       214  0 142 K  1   (8 warps, 128 query rows)
+    1 x 76 x 96                  128  0  42 K  4       255 16  86 K  2
     1 x 196 x 32                 168  0  30 K  3       241  0  50 K  2
     1 x 64 x 72                   83  0  30 K  6       134  0  48 K  3
-    1 x 76 x 72                  128  0  35 K  4       255  0 121 K  1
+    1 x 76 x 72                  128  0  35 K  4       255  0 121 K  1   (8 warps, 128 query rows)
     1 x 64 x 64                   80  0  24 K  6       118  0  40 K  4
-    1 x 76 x 64                  120  0  28 K  4       160  0 100 K  1
+    1 x 76 x 64                  120  0  28 K  4       251  0  60 K  2
 All but blocks of 16 to 32 rows use wgmma.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"

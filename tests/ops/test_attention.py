@@ -125,6 +125,11 @@ def test_longer_sequences(groups: int, tokens: int, heads: int, dim: int, q_stri
         ((2, 40, 1, 32, 1), AttentionConfig(block_m=16, key_block=32)),
         ((2, 40, 2, 32, 4), AttentionConfig(streamed=True, block_m=16, key_block=16)),
         ((2, 50, 1, 96, 1), AttentionConfig(streamed=True, block_m=16, key_block=32, num_stages=2)),
+        ((5, 16, 2, 40, 4), AttentionConfig(windows=4, block_m=16, programs_per_sm=1, key_rows=True)),
+        ((3, 24, 2, 32, 1), AttentionConfig(block_m=32, num_stages=2, programs_per_sm=1, key_rows=True)),
+        ((7, 10, 1, 32, 1), AttentionConfig(windows=3, block_m=32, key_rows=True)),
+        ((2, 76, 2, 32, 1), AttentionConfig(phases=True)),
+        ((1, 84, 2, 40, 1), AttentionConfig(phases=True, block_m=32)),
     ],
 )
 def test_every_method_gives_the_same(shape: tuple[int, int, int, int, int], config: AttentionConfig) -> None:
@@ -132,7 +137,7 @@ def test_every_method_gives_the_same(shape: tuple[int, int, int, int, int], conf
     _check(*shape, BF16, config)
 
 
-@pytest.mark.parametrize("tokens", [16, 76, 196, 300])
+@pytest.mark.parametrize("tokens", [16, 64, 76, 196, 300])
 def test_statistics_of_forward_serve_backward(tokens: int) -> None:
     qkv, grad_o = _case(1, tokens, 1, 32, 1, BF16)
     o, lse = attention_forward_lse(qkv)
@@ -143,7 +148,7 @@ def test_statistics_of_forward_serve_backward(tokens: int) -> None:
     computed = attention_backward(grad_o, qkv, 1)
     for a, b in zip(given, computed, strict=True):
         assert torch.equal(a, b)
-    assert needs_lse(tokens, 1, 32, 1, BF16) == (tokens > 128)
+    assert needs_lse(tokens, 1, 32, 1, BF16) == (tokens > 16)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -239,6 +244,40 @@ def test_broken_streamed_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(attention, name, Mutant(getattr(attention, name), **mutant))
             dqkv, _ = attention_backward(grad_o, qkv, config=config)
         assert relative_error(dqkv[:, :, i], exact[:, :, i]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "shape", "mutants"),
+    [
+        (
+            "key_rows_backward",
+            AttentionConfig(windows=3, block_m=32, key_rows=True),
+            (7, 10, 1, 32, 1),
+            ({"SCALE": 0.2}, {"WINDOWS": 1}, {"BLOCK_N": 16}, {"BLOCK_M": 16}, {"DIMS": ((0, 16),)}),
+        ),
+        (
+            "phased_backward",
+            AttentionConfig(phases=True, block_m=16),
+            (1, 40, 1, 32, 1),
+            ({"SCALE": 0.2}, {"BLOCKS": ((0, 32),)}, {"DIMS": ((0, 16),)}, {"drop_programs": 1}),
+        ),
+    ],
+)
+def test_broken_backward_kernels_are_caught(
+    name: str,
+    config: AttentionConfig,
+    shape: tuple[int, int, int, int, int],
+    mutants: tuple[dict[str, Any], ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    qkv, grad_o = _case(*shape, FP32)
+    exact, exact_bias = attention_backward_reference(grad_o.double(), qkv.double(), 1)
+    for mutant in ({}, *mutants):
+        with monkeypatch.context() as patch, np.errstate(all="ignore"):
+            patch.setattr(attention, name, Mutant(getattr(attention, name), **mutant))
+            dqkv, dbias = attention_backward(grad_o, qkv, config=config)
+        error = max(relative_error(dqkv, exact), relative_error(dbias, exact_bias))
+        assert error > 1e-3 if mutant else error < 1e-5, mutant
 
 
 def test_what_can_run() -> None:
