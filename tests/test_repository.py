@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from service import cli, errors
@@ -22,6 +23,7 @@ from service.config.load import load_config
 from service.config.schema import RunConfig
 from service.config.shipped import shipped_configs
 from service.metrics.names import METRICS
+from service.train.model import build_fair_model
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -324,6 +326,10 @@ def test_python_of_documents_runs(name: str, tmp_path: Path) -> None:
     parts += blocks(ROOT / name, "python")
     text = "\n".join(parts).replace("224, 224", "64, 64")
     text = text.replace("_224(pretrained=False)", "_224(pretrained=False, input_size=(64, 64), decoder_depth=1)")
+    # What `hiera-train export runs/quickstart` would have written.
+    quickstart = load_config("quickstart")
+    weights = build_fair_model(quickstart.model, 0).state_dict()
+    torch.save({"model_state": weights}, tmp_path / "hiera-quickstart.pth")
     script = tmp_path / "blocks.py"
     script.write_text(text, encoding="utf-8")
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -61,7 +61,7 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
     console.say(
         f"{len(train_data)} training samples, {held_out} held out; {schedule.total} steps of "
         f"{config.train.global_batch} ({config.train.global_batch * schedule.total / len(train_data):.4g} epochs), "
-        f"micro-batches of {split.micro_batch} x {split.accumulation} x {workers.world_size} ranks"
+        f"ranks x micro-batches x samples: {workers.world_size} x {split.accumulation} x {split.micro_batch}"
     )
     precision = config.train.precision
     if precision == "auto":

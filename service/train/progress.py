@@ -151,11 +151,13 @@ class Console:
 
     def report(self, step: int, loss: float, samples_per_second: float, eta_seconds: float) -> None:
         """Shows the values of a log event."""
-        rate, left = f"{samples_per_second:.1f} samples/s", duration(eta_seconds)
+        parts = [f"loss {loss:.4f}"]
+        if math.isfinite(samples_per_second):  # unknown at the first step
+            parts += [f"{samples_per_second:.1f} samples/s", f"{duration(eta_seconds)} left"]
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate}", refresh=False)
+            self._bar.set_postfix_str(", ".join(parts[:2]), refresh=False)
         else:
-            self._print(f"step {step}/{self._total}  loss {loss:.4f}  {rate}  {left} left", sys.stdout)
+            self._print("  ".join([f"step {step}/{self._total}", *parts]), sys.stdout)
 
     def say(self, text: str) -> None:
         """One line for people."""

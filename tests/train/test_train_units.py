@@ -159,11 +159,12 @@ def test_values_survive_the_step_that_overwrites_them():
 def test_lines_without_a_terminal(capsys):
     console = Console(speaks=True)
     console.begin(0, 10)
+    console.report(1, 1.5, math.nan, math.nan)
     console.report(5, 0.91234, 12.34, 3723.0)
     console.warn("look out")
     Console(speaks=False).say("silence")
     output = capsys.readouterr()
-    assert output.out == "step 5/10  loss 0.9123  12.3 samples/s  1:02:03 left\n"
+    assert output.out == "step 1/10  loss 1.5000\nstep 5/10  loss 0.9123  12.3 samples/s  1:02:03 left\n"
     assert output.err == "hiera-train: warning: look out\n"
 
 
