@@ -1,7 +1,7 @@
 # hiera-train: make a virtual environment, try it, test it. `make` lists the targets.
 #
 #   make quickstart ARGS="--set train.steps=100"
-#   make test PYTHON=python3.12 VENV=/tmp/venv JOBS=4
+#   make test PYTHON=python3.12 VENV=~/hiera JOBS=4
 
 SHELL := /bin/bash
 VENV ?= .venv

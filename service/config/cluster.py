@@ -217,7 +217,5 @@ class ClusterSection(Section):
     @model_validator(mode="after")
     def _image(self) -> ClusterSection:
         if self.slurm.container != "none" and self.image is None:
-            raise ValueError(
-                f"image: null although cluster.slurm.container is {self.slurm.container}; set it"
-            )
+            raise ValueError(f"image: null although cluster.slurm.container is {self.slurm.container}; set it")
         return self

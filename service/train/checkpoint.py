@@ -215,9 +215,7 @@ def load_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
         return {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
 
 
-def newest_whole(
-    folder: Path, say: Callable[[str], None], *, set_aside: bool = False
-) -> tuple[int, Path] | None:
+def newest_whole(folder: Path, say: Callable[[str], None], *, set_aside: bool = False) -> tuple[int, Path] | None:
     """The newest checkpoint that is whole, or None if there is none.
 
     Args:

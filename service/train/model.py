@@ -55,9 +55,7 @@ def build_model(section: TrainSection, fair: nn.Module, device: torch.device, pr
     return model.to(device, PRECISIONS[precision]).train()
 
 
-def build_optimizer(
-    model: nn.Module, optim: OptimSection, peak: float, weights: Mapping[str, Tensor]
-) -> FlatOptimizer:
+def build_optimizer(model: nn.Module, optim: OptimSection, peak: float, weights: Mapping[str, Tensor]) -> FlatOptimizer:
     """The flat optimizer of a run, holding `weights` (fp32, by parameter name) in full precision.
 
     No weight decay for parameters with fewer than two dimensions, biases, and what FAIR's model lists in
@@ -125,9 +123,7 @@ def restore(path: Path, optimizer: FlatOptimizer) -> None:
     try:
         saved = load_tensors(path)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror or error}); all nodes must share run.dir"
-        ) from error
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); all nodes must share run.dir") from error
     check_same_shapes(path, saved, checkpoint_tensors(optimizer))
     optimizer.load_master_parameters(_strip(saved, "model."))
     optimizer.load_state_dict(_strip(saved, "optim."))
