@@ -48,7 +48,15 @@ test: $(INSTALLED) ## all tests that need no GPU and no root
 
 .PHONY: test-system
 test-system: $(INSTALLED) ## tests that need root and Debian packages (.ci/run installs those)
-	$(PYTEST) -m system tests
+	$(PYTEST) -m system --ignore tests/image --ignore tests/system/test_kube_play.py tests
+
+.PHONY: image
+image: ## build the container image with docker or buildah; IMAGE, PLATFORM, BASE_IMAGE: docs/container.md
+	docker/build.sh $(ARGS)
+
+.PHONY: image-smoke
+image-smoke: $(INSTALLED) ## tests of the built image, as root with podman
+	$(PYTEST) -m system tests/image tests/system/test_kube_play.py
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED) ## tests that need an NVIDIA GPU; those that need two run where there are two
