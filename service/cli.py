@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from service import streams
 from service.cluster.commands import COMMANDS as CLUSTER_COMMANDS
 from service.cluster.commands import add_commands
 from service.errors import EXIT_FINISHED, UserError
@@ -53,21 +54,22 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and prints what went wrong to stderr."""
+    streams.open_standard_files()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-        if sys.stdout is not None:  # closed by the parent, as cron and some schedulers do
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        streams.say(f"{PROGRAM}: error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        streams.say(f"{PROGRAM}: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has left. Point stdout elsewhere, or the interpreter complains when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (`| head`) has all that it wanted.
         return EXIT_FINISHED
+    finally:
+        streams.settle()
 
 
 def _dispatch(arguments: list[str]) -> int:

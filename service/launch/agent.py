@@ -18,11 +18,12 @@ import threading
 import traceback
 from pathlib import Path
 
+from service import streams
 from service.launch import processes, state
 from service.launch.worker import STOP_FILE_VARIABLE
 
 EXIT_WORKERS_FAILED = 3
-"""Workers failed and torchrun's restarts are used up."""
+"""Workers failed and torchrun's restarts are used up, or torch cannot be imported."""
 EXIT_AGENT_FAILED = 4
 """torchrun itself failed: rendezvous lost, a port, the store."""
 
@@ -60,7 +61,7 @@ class OneLineFailures(logging.Handler):
         code, local_rank, pid = args[:3]
         if not all(isinstance(value, int) for value in (code, local_rank, pid)) or outcome_known():
             return
-        print(f"hiera-train: worker {local_rank} (pid {pid}) {describe_exit(int(str(code)))}", file=sys.stderr)
+        streams.say(f"hiera-train: worker {local_rank} (pid {pid}) {describe_exit(int(str(code)))}")
 
 
 def outcome_known() -> bool:
@@ -92,8 +93,12 @@ def main() -> int:
     # From here on for the workers.
     os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
     debug = bool(os.environ.get("HIERA_DEBUG"))
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    try:
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except (ImportError, OSError, MemoryError) as error:
+        state.report("failed", reason=f"torch cannot be imported on this machine: {first_line(error)}")
+        return EXIT_WORKERS_FAILED
 
     if not debug:
         logger = logging.getLogger("torch.distributed")
@@ -112,7 +117,7 @@ def main() -> int:
         if debug:
             traceback.print_exc()
         cause = error.__cause__ or error
-        print(f"hiera-train: torchrun: {type(error).__name__}: {first_line(cause)}", file=sys.stderr)
+        streams.say(f"hiera-train: torchrun: {type(error).__name__}: {first_line(cause)}")
         return EXIT_AGENT_FAILED
     return 0
 
@@ -125,6 +130,5 @@ def first_line(error: BaseException) -> str:
 if __name__ == "__main__":
     # Not sys.exit: what torch does at interpreter exit may hang on a store whose server is gone.
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.settle()
     os._exit(code)

@@ -30,6 +30,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from service import streams
 from service.config.checks import check_world
 from service.config.schema import RunConfig
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_UNRECOVERABLE
@@ -65,7 +66,7 @@ _FOREIGN_VARIABLES = ("PET_", "TORCHELASTIC_", "TORCHRUN_")
 
 def say(text: str) -> None:
     """A line for the user."""
-    print(f"hiera-train: {text}", file=sys.stderr, flush=True)
+    streams.say(f"hiera-train: {text}")
 
 
 def run(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from service import streams
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_UNRECOVERABLE
 
 ATTEMPT_VARIABLE = "HIERA_ATTEMPT"
@@ -116,6 +116,6 @@ def report(status: Status, *, step: int = 0, reason: str = "", exit_code: int | 
         write_state(Path(run_dir), node_rank, state)
     except OSError as error:
         path = state_path(Path(run_dir), node_rank)
-        print(f"hiera-train: warning: cannot write {path}: {error.strerror or error}", file=sys.stderr)
+        streams.say(f"hiera-train: warning: cannot write {path}: {error.strerror or error}")
         return False
     return True

@@ -13,6 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
+from service import streams
 from service.train.signals import StopRequest
 
 
@@ -51,17 +52,16 @@ def main() -> int:
     except UserError as error:
         reason, code = str(error), error.exit_code
         if not fail(reason, code) and state.ATTEMPT_VARIABLE not in os.environ:
-            print(f"hiera-train: error: {reason}", file=sys.stderr)
+            streams.say(f"hiera-train: error: {reason}")
     except Exception as error:  # noqa: BLE001 (the boundary of the process)
         code = EXIT_FAILED
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {first_line}"
         # When the outcome is already known, this is its echo: a peer that left tore the connection down.
         if fail(reason, code) or state.ATTEMPT_VARIABLE not in os.environ:
-            traceback.print_exc()
+            streams.say(traceback.format_exc().rstrip())
     metrics.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.settle()
     # Not through the interpreter's shutdown: it would wait for collectives that peers never join.
     os._exit(code)
 

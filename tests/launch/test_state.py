@@ -79,6 +79,48 @@ def test_full_disk_is_said_and_survived(
     assert len(list((attempt / "state").iterdir())) == 1
 
 
+def test_a_signal_before_training_has_its_handlers_is_not_lost(attempt: Path) -> None:
+    """It comes while the training module is looked for; the launcher finds the stop file and sends it again."""
+    (attempt / "early.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n")
+    stop = attempt / "stop"
+    environment = os.environ | {"LOCAL_RANK": "1", worker.STOP_FILE_VARIABLE: str(stop), "PYTHONPATH": str(attempt)}
+    environment.pop(processes.PARENT_VARIABLE, None)
+    command = [sys.executable, "-m", "service.launch.worker", "early"]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert stop.exists()
+
+
+def test_a_torch_that_cannot_be_imported_is_one_line(attempt: Path) -> None:
+    (attempt / "torch.py").write_text("raise ImportError('libtorch.so: cannot map\\nmore')\n")
+    environment = os.environ | {"PYTHONPATH": str(attempt)}
+    environment.pop(processes.PARENT_VARIABLE, None)
+    command = [sys.executable, "-m", "service.launch.agent"]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+    now = state.read_state(attempt, 0)
+    assert now is not None
+    assert (now.status, now.reason) == (
+        "failed",
+        "torch cannot be imported on this machine: libtorch.so: cannot map",
+    )
+
+
+@pytest.mark.parametrize(("restarts", "starts"), [(0, True), (1, False)])
+def test_a_stop_between_the_starts_of_two_ranks_lets_none_wait(attempt: Path, restarts: int, starts: bool) -> None:
+    """The ranks agree on the stop once all are there; started again, they have nothing to do."""
+    (attempt / "late.py").write_text("raise SystemExit(9)\n")
+    (attempt / "stop").touch()
+    environment = os.environ | {
+        "LOCAL_RANK": "1",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        worker.STOP_FILE_VARIABLE: str(attempt / "stop"),
+        "PYTHONPATH": str(attempt),
+    }
+    environment.pop(processes.PARENT_VARIABLE, None)
+    command = [sys.executable, "-m", "service.launch.worker", "late"]
+    assert subprocess.run(command, env=environment, check=False).returncode == (9 if starts else 0)
+
+
 def test_workers_do_not_start_when_all_is_over(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not worker.is_over(attempt, 0)
     monkeypatch.setenv(worker.STOP_FILE_VARIABLE, str(attempt / "stop"))
