@@ -7,6 +7,7 @@ __main__.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -31,15 +32,16 @@ def main() -> None:
     """Run the module named by the first argument as torchrun's worker."""
     processes.die_with_parent()
     # A signal that arrives before the training module has its handlers must neither kill this rank alone nor
-    # be lost: it does nothing here, and the launcher sends it again until the workers have left. The agent
+    # be lost: it is only noted here, and the launcher sends it to all workers until they have left. The agent
     # started this process with the signals blocked.
     for number in processes.STOP_SIGNALS:
-        signal.signal(number, _ignore)
+        signal.signal(number, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*processes.STOP_SIGNALS, signal.SIGHUP))
     run_dir = Path(os.environ[state.RUN_DIR_VARIABLE])
     node_rank = int(os.environ.get(state.NODE_RANK_VARIABLE, "0"))
     local_rank = int(os.environ["LOCAL_RANK"])
-    if is_over(run_dir, node_rank):
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if is_over(run_dir, node_rank, stop_file=restarts > 0):
         return
     # Kept until the process ends; see service.launch.rundir.locked.
     rundir.hold_worker_lock(run_dir, int(os.environ.get(NNODES_VARIABLE, "1")), node_rank)
@@ -51,12 +53,11 @@ def main() -> None:
         client = MetricsClient.from_env()
         client.phase(LAUNCHED)
         client.close()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts:
         # Time to the first step is of this start, not of the run's whole history.
         os.environ[STARTED_VARIABLE] = repr(time.time())
     wait_backoff(restarts)
-    if is_over(run_dir, node_rank):
+    if is_over(run_dir, node_rank, stop_file=restarts > 0):
         return
     module = sys.argv[1]
     sys.argv[:] = sys.argv[1:]
@@ -64,7 +65,7 @@ def main() -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as leave:
         # All ranks stop together after a checkpoint, so torchrun has nothing to tear down or to start again.
-        if leave.code == EXIT_STOPPED and is_over(run_dir, node_rank, stop_file=False):
+        if leave.code == EXIT_STOPPED and is_over(run_dir, node_rank):
             raise SystemExit(0) from None
         raise
     finally:
@@ -74,10 +75,12 @@ def main() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def is_over(run_dir: Path, node_rank: int, *, stop_file: bool = True) -> bool:
-    """True when the run of this attempt has its outcome, or a stop was asked for: nothing is to be started.
+def is_over(run_dir: Path, node_rank: int, *, stop_file: bool = False) -> bool:
+    """True when the run of this attempt has its outcome or, with `stop_file`, when a stop was asked for.
 
-    torchrun starts its workers again after any non-zero exit, whatever it meant; this is what stops it.
+    torchrun starts its workers again after any non-zero exit, whatever it meant; this is what stops it. When
+    they start for the first time, a stop is no reason to leave: a rank that started a moment earlier would
+    wait for this one in vain. The ranks agree on it before their first step.
     """
     now = state.read_state(run_dir, node_rank)
     if now is not None and now.attempt == os.environ.get(state.ATTEMPT_VARIABLE) and now.is_final:
@@ -98,8 +101,11 @@ def wait_backoff(restarts: int) -> None:
         time.sleep(0.1)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
+def _note(number: int, frame: FrameType | None) -> None:
+    stop = os.environ.get(STOP_FILE_VARIABLE)
+    if stop:
+        with contextlib.suppress(OSError):
+            Path(stop).touch()
 
 
 if __name__ == "__main__":

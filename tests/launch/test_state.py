@@ -124,12 +124,12 @@ def test_a_stop_between_the_starts_of_two_ranks_lets_none_wait(attempt: Path, re
 def test_workers_do_not_start_when_all_is_over(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not worker.is_over(attempt, 0)
     monkeypatch.setenv(worker.STOP_FILE_VARIABLE, str(attempt / "stop"))
-    assert not worker.is_over(attempt, 0)
+    assert not worker.is_over(attempt, 0, stop_file=True)
     (attempt / "stop").touch()
-    assert worker.is_over(attempt, 0)
-    assert not worker.is_over(attempt, 0, stop_file=False)
+    assert worker.is_over(attempt, 0, stop_file=True)
+    assert not worker.is_over(attempt, 0)
     state.report("stopped", step=4)
-    assert worker.is_over(attempt, 0, stop_file=False)
+    assert worker.is_over(attempt, 0)
 
 
 def config(directory: Path, **sections: dict[str, object]) -> RunConfig:
