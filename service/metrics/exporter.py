@@ -162,6 +162,10 @@ class Exporter:
         numbers: list[Any] = value if operation == "observe" and isinstance(value, list) else [value]
         if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
             return False
+        try:
+            numbers = [float(number) for number in numbers]
+        except OverflowError:  # a whole number beyond any float
+            return False
         child = self._child(metric, local_rank)
         if operation == "add" and not all(0 <= number < math.inf for number in numbers):
             return False

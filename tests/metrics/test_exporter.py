@@ -107,6 +107,7 @@ def test_datagrams_of_two_workers(exporter: Exporter, tmp_path: Path) -> None:
         b'{"add": {"samples_total": -1}}',
         b'{"add": {"samples_total": Infinity}}',
         b'{"add": {"samples_total": NaN}}',
+        b'{"set": {"loss": 1' + b"0" * 400 + b"}}",
         b'{"add": {"restarts_total": 1}}',
         b'{"set": {"no_such_metric": 1}}',
         b'{"observe": {"step_seconds": [1, null]}}',
