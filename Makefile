@@ -58,9 +58,17 @@ image: ## build the container image with docker or buildah; IMAGE, PLATFORM, BAS
 image-smoke: $(INSTALLED) ## tests of the built image, as root with podman
 	$(PYTEST) -m system tests/image tests/system/test_kube_play.py
 
+.PHONY: image
+image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200
+	docker/build.sh $(ARGS)
+
+.PHONY: test-image image-smoke
+test-image image-smoke: $(INSTALLED) ## build the image with buildah and run it under podman (root; half an hour)
+	$(PYTEST) -m system tests/image
+
 .PHONY: test-gpu
 test-gpu: $(INSTALLED) ## tests that need an NVIDIA GPU; those that need two run where there are two
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m "gpu or multigpu" tests
+	$(BIN)/python -m pytest -q -p no:benchmark -m "gpu or multigpu" tests
 
 .PHONY: check
 check: $(INSTALLED) ## format, lint, types, imports' direction and the quick tests

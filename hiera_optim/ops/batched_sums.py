@@ -138,6 +138,8 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
             batch.table, batch.learnt = _table(batch.requests, device), True
             # once for nothing: the next pass may be the one that is captured, and must find the kernel loaded
             batch.allocate(device)
+            assert batch.workspace is not None
+            batch.workspace.zero_()
         else:
             assert batch.taken == len(batch.requests), "fewer sums than the first time this key was used"
         batch.launch()
