@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 from service import streams
 from service.cluster.commands import COMMANDS as CLUSTER_COMMANDS
 from service.cluster.commands import add_commands
-from service.errors import EXIT_FINISHED, UserError
+from service.errors import EXIT_FAILED, EXIT_FINISHED, UserError
 
 PROGRAM = "hiera-train"
 EXIT_INTERRUPTED = 130
@@ -68,6 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has all that it wanted.
         return EXIT_FINISHED
+    except OSError as error:
+        # Without a file's name it comes from standard output.
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        streams.say(f"{PROGRAM}: error: standard output: {error.strerror}")
+        return EXIT_FAILED
     finally:
         streams.settle()
 

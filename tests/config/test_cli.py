@@ -111,6 +111,15 @@ def test_a_reader_that_leaves_is_no_error():
     assert done.returncode == 0
 
 
+def test_a_full_disk_under_stdout_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "service", "config", "schema"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.stderr == b"hiera-train: error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_closed_stdout_is_no_error():
     done = subprocess.run(
         [sys.executable, "-m", "service", "config", "show", "base"],
