@@ -62,8 +62,8 @@ image-smoke: $(INSTALLED) ## tests of the built image, as root with podman
 image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200
 	docker/build.sh $(ARGS)
 
-.PHONY: test-image image-smoke
-test-image image-smoke: $(INSTALLED) ## build the image with buildah and run it under podman (root; half an hour)
+.PHONY: image-smoke
+image-smoke: $(INSTALLED) ## build the image with buildah and run it under podman (root; half an hour)
 	$(PYTEST) -m system tests/image
 
 .PHONY: test-gpu
