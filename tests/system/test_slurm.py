@@ -382,7 +382,7 @@ def test_a_job_that_has_to_wait_says_why(place, stub):
 
 
 def test_jobs_of_others_and_unknown_jobs(place):
-    other = place.lab.run("sbatch", "--parsable", "--wrap", "true").strip()
+    other = place.lab.run("sbatch", "--parsable", "--output=/dev/null", "--wrap", "true").strip()
     assert other not in place.hiera("list", "--on", "slurm").stdout
     unknown = place.hiera("status", "hiera_slurm://hiera-train/999999", check=False)
     assert unknown.stderr == "hiera-train: error: hiera_slurm://hiera-train/999999: no such job\n"
