@@ -19,17 +19,11 @@ import time
 from pathlib import Path
 
 SETTINGS = [
-    "data.kind=synthetic",
-    "data.val_fraction=0.1",
-    "data.synthetic_samples=1000",
-    "train.steps=120",
+    "data.kind=synthetic", "data.val_fraction=0.1", "data.synthetic_samples=1000", "train.steps=120",
     "train.log_every=20",
-    "train.global_batch=8",
-    "train.eval_samples=8",
-    "checkpoint.every_minutes=null",
-    "metrics.port=0",
+    "train.global_batch=8", "train.eval_samples=8", "checkpoint.every_minutes=null", "metrics.port=0",
     "runtime.threads=1",
-]
+]  # fmt: skip
 ROUNDS = 3
 
 
