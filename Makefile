@@ -51,20 +51,12 @@ test-system: $(INSTALLED) ## tests that need root and Debian packages (.ci/run i
 	$(PYTEST) -m system --ignore tests/image --ignore tests/system/test_kube_play.py tests
 
 .PHONY: image
-image: ## build the container image with docker or buildah; IMAGE, PLATFORM, BASE_IMAGE: docs/container.md
+image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200; docs/container.md
 	docker/build.sh $(ARGS)
 
 .PHONY: image-smoke
-image-smoke: $(INSTALLED) ## tests of the built image, as root with podman
+image-smoke: $(INSTALLED) ## run the built image under podman in many ways (root; up to half an hour)
 	$(PYTEST) -m system tests/image tests/system/test_kube_play.py
-
-.PHONY: image
-image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200
-	docker/build.sh $(ARGS)
-
-.PHONY: image-smoke
-image-smoke: $(INSTALLED) ## build the image with buildah and run it under podman (root; half an hour)
-	$(PYTEST) -m system tests/image
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED) ## tests that need an NVIDIA GPU; those that need two run where there are two

@@ -254,6 +254,8 @@ def make_targets() -> set[str]:
     phony = set(re.findall(r"^\.PHONY: (.+)$", makefile, re.MULTILINE))
     documented = set(re.findall(r"^([a-z-]+):.*## \S", makefile, re.MULTILINE))
     assert phony == documented, "every target is phony and has a line of help"
+    targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
+    assert len(targets) == len(set(targets)), "a target is there twice"
     return documented
 
 
