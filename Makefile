@@ -48,7 +48,12 @@ test: $(INSTALLED) ## all tests that need no GPU and no root
 
 .PHONY: test-system
 test-system: $(INSTALLED) ## tests that need root and Debian packages (.ci/run installs those)
-	$(PYTEST) -m system --ignore tests/image --ignore tests/system/test_kube_play.py tests
+	$(PYTEST) -m system --ignore tests/image --ignore tests/system/test_kube_play.py \
+	  --ignore tests/system/test_slurm.py tests
+
+.PHONY: test-slurm
+test-slurm: $(INSTALLED) ## tests on a real three-node Slurm on this machine (root; Debian's slurmctld, slurmd, munge, iproute2)
+	$(PYTEST) -m system tests/system/test_slurm.py
 
 .PHONY: image
 image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200; docs/container.md
