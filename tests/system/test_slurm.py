@@ -222,7 +222,7 @@ def test_time_limit_saves_requeues_and_resumes(place, reference):
         wait_for(lambda: "asked to save and stop" in output.read_text(), 90, "for the signal")
     wait_for(lambda: place.lab.job(job).get("Restarts") == "1", 60, "for the requeue")
     place.lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    place.lab.wait_job(job, "COMPLETED")
+    place.lab.wait_job(job, "COMPLETED", seconds=300)
     assert "stopped at step" in place.log(job)
     assert "resuming from" in place.log(job)
     assert "restarts: 1" in place.hiera("status", handle).stdout
