@@ -121,6 +121,9 @@ def environment(
             variables[name] = str(facts.cache / folder)
 
     variables["OMP_NUM_THREADS"] = _threads(config.runtime.threads, facts, base)
+    # Threads that spin for each other starve on a machine that is shared: the quick start fell from 90 to 3 samples/s
+    # beside a second one on two cores.
+    variables["OMP_WAIT_POLICY"] = base.get("OMP_WAIT_POLICY") or "PASSIVE"
     variables[numa.PLAN_VARIABLE] = json.dumps([list(part) for part in facts.numa]) if facts.numa else "[]"
 
     # getpass.getuser, which torch calls, needs a name; many libraries write below HOME.

@@ -66,6 +66,7 @@ def test_caches_threads_and_interface() -> None:
     assert variables["TORCHINDUCTOR_CACHE_DIR"] == "/cache/key/inductor"
     assert variables["TRITON_CACHE_DIR"] == "/cache/key/triton"
     assert variables["OMP_NUM_THREADS"] == "8"
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert notes == ["network interface: ib0"]
     variables, _ = build({"NCCL_SOCKET_IFNAME": "eth7", "TRITON_CACHE_DIR": "/mine"}, interface="lo")
