@@ -25,7 +25,12 @@ fi
 [ -n "$mirror" ] || { echo "make-base: apt on this machine has no sources of Debian $suite" >&2; exit 1; }
 
 work=$(mktemp -d /var/tmp/hiera-base.XXXXXX)
-trap 'rm -rf "$work"' EXIT
+clean() {
+  # debootstrap mounts these, and leaves them when it is stopped.
+  umount -q "$work/root/proc" "$work/root/sys" || true
+  rm -rf --one-file-system "$work"
+}
+trap clean EXIT
 if ! debootstrap --arch="$arch" --variant=minbase --include=ca-certificates,python3 \
   "$suite" "$work/root" "$mirror" >"$work/log" 2>&1; then
   cat "$work/log" "$work/root/debootstrap/debootstrap.log" >&2
