@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import tomllib
@@ -112,8 +113,10 @@ def test_pip_check(image: dict[str, Any]) -> None:
         *("-m", "pip", "check"),
         options=["--entrypoint", "python", "--env", "PYTHONPATH=/lent", f"--volume={folder}:/lent/pip:ro"],
     )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "No broken requirements found" in answer.stdout
+    # NVIDIA's cuSPARSELt for aarch64 names its platform `sbsa`, which pip does not know.
+    known = "nvidia-cusparselt-cu13 0.8.1 is not supported on this platform"
+    problems = [line for line in answer.stdout.splitlines() if line != known or platform.machine() != "aarch64"]
+    assert problems in ([], ["No broken requirements found."]), answer.stdout + answer.stderr
 
 
 def test_compilers_and_shared_cache(volumes: Volumes) -> None:
