@@ -44,7 +44,7 @@ def tree(image: dict[str, Any]) -> Iterator[Path]:
 def test_settings(image: dict[str, Any]) -> None:
     config = image["Config"]
     assert config["User"] == "10001:10001"
-    assert config["Entrypoint"] == ["tini", "-s", "-g", "--", "hiera-train-container"]
+    assert config["Entrypoint"] == ["tini", "-g", "--", "hiera-train-container"]
     # podman's spelling of the key has changed over its versions.
     health = next(value for key, value in {**image, **config}.items() if key.lower() == "healthcheck" and value)
     assert health["Test"] == ["CMD", "hiera-train-health"]
