@@ -137,7 +137,6 @@ def test_other_masks_and_step_inputs_reuse_the_graph() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The distutils package is deprecated")  # inductor imports it on Python 3.11
 def test_inductor_gives_the_same_numbers() -> None:
     model = fast(tiny())
     x = batch_for(model)
