@@ -25,7 +25,7 @@ LOG_DIR = "logs/local"
 
 
 def make_runner() -> Any:
-    """A Runner with our schedulers and torchx's local ones. Raises UserError without torchx."""
+    """A Runner with our schedulers and torchx's local one. Raises UserError without torchx."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -37,14 +37,14 @@ def make_runner() -> Any:
             "torchx is not installed: pip install 'hiera-train[torchx]'; "
             "without it, pipe hiera-train render into sbatch or kubectl apply -f -"
         ) from None
-    from torchx.schedulers import docker_scheduler, local_scheduler
+    from torchx.schedulers import local_scheduler
 
-    from service.cluster import torchx_kubernetes, torchx_slurm
+    from service.cluster import torchx_docker, torchx_kubernetes, torchx_slurm
 
     factories = {
         torchx_slurm.NAME: torchx_slurm.create_scheduler,
         torchx_kubernetes.NAME: torchx_kubernetes.create_scheduler,
-        "local_docker": docker_scheduler.create_scheduler,
+        torchx_docker.NAME: torchx_docker.create_scheduler,
         "local_cwd": local_scheduler.create_cwd_scheduler
         if hasattr(local_scheduler, "create_cwd_scheduler")
         else local_scheduler.create_scheduler,
@@ -59,11 +59,9 @@ def submit(job: Job, on: str, source: str, overrides: tuple[str, ...], *, dry_ru
     with make_runner() as runner:
         app = make_app(job, source, overrides)
         options: dict[str, Any] = {}
-        if on in ("docker", "local") and (job.seeds or job.after):
-            raise UserError("--seeds and --after: only Slurm has job arrays and dependencies")
-        if on == "docker":
-            _prepare_docker(app, job)
-        elif on == "local":
+        if on == "local":
+            if job.seeds or job.after:
+                raise UserError("--seeds and --after: only Slurm has job arrays and dependencies")
             options["log_dir"] = str(Path(LOG_DIR).absolute())
         info = runner.dryrun(app, SCHEDULERS[on], cfg=options)
         if dry_run:
@@ -99,37 +97,6 @@ def _schedule(runner: Any, info: Any, on: str) -> str:
     except Exception as error:  # noqa: BLE001 - docker's client raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"docker: {reason}", EXIT_FAILED) from None
-
-
-def _prepare_docker(app: Any, job: Job) -> None:
-    """What a container needs of this machine: the configuration, data and runs where they are, and memory."""
-    from torchx.specs import BindMount
-
-    if job.cluster.nodes > 1:
-        raise UserError("--nodes: docker runs one node; use local, slurm or kubernetes for several")
-    role = app.roles[0]
-    role.entrypoint = "run"
-    role.args = role.args[1:]
-    config = Path(role.args[1].replace("$$", "$"))
-    runs = (Path.cwd() / job.run_dir).parent
-    runs.mkdir(parents=True, exist_ok=True)
-    paths: list[tuple[Path, bool]] = [(config.parent, True), (runs, False)]
-    for path in (job.config.data.path, job.config.data.val_path):
-        if path is not None and path.is_absolute():
-            paths.append((path, True))
-    role.mounts = [BindMount(str(path), str(path), read_only=closed) for path, closed in paths]
-    # The directory that relative paths start at is the image's own.
-    run_dir = str(runs / job.run_dir.name).replace("$", "$$$$")
-    role.args += ["--set", f"run.dir={run_dir}"]
-    # torchx makes /dev/shm as large as the memory limit, and 64 MB without one, too little for NCCL.
-    role.resource.memMB = _memory_megabytes()
-
-
-def _memory_megabytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) // 1024
-    return 16384
 
 
 def _exit_code(job: Job) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,6 @@ from tests.cluster.golden import HOSTILE, job  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ("cluster.node_type=h100-8", "cluster.environment={A: '$x ${app_id} , $$'}", "run.dir=/r/$$x")
-
-# What pyproject.toml declares; torchx 0.7 forgets its own schedulers as soon as a package declares any.
-ENTRY_POINTS = """\
-[torchx.schedulers]
-local_cwd = torchx.schedulers.local_scheduler:create_scheduler
-local_docker = torchx.schedulers.docker_scheduler:create_scheduler
-hiera_slurm = service.cluster.torchx_slurm:create_scheduler
-hiera_kubernetes = service.cluster.torchx_kubernetes:create_scheduler
-
-[torchx.components]
-hiera = service.cluster.component
-"""
 
 
 @pytest.fixture
@@ -100,16 +89,23 @@ def test_local_arguments_arrive_as_they_are(runner):
 
 @pytest.fixture
 def plugins(tmp_path):
-    """A directory for PYTHONPATH that declares the entry points of an installed hiera-train."""
-    information = tmp_path / "plugins/hiera_plugins-1.dist-info"
+    """A directory for PYTHONPATH that declares what pyproject.toml does, whatever was installed when."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    information = tmp_path / "plugins/hiera_train-1.dist-info"
     information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: hiera-plugins\nVersion: 1\n")
-    (information / "entry_points.txt").write_text(ENTRY_POINTS)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: hiera-train\nVersion: 1\n")
+    sections = [
+        "\n".join([f"[{group}]", *(f"{name} = {place}" for name, place in entries.items())])
+        for group, entries in declared.items()
+    ]
+    (information / "entry_points.txt").write_text("\n".join(sections) + "\n")
     return information.parent
 
 
 def torchx(plugins, *arguments, cwd):
-    environment = {**os.environ, "PYTHONPATH": f"{plugins}{os.pathsep}{ROOT}", "TORCHX_INTERNAL_SESSION_ID": "x"}
+    # What this process has in its path comes along: another torchx, say.
+    path = os.pathsep.join(filter(None, [str(plugins), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TORCHX_INTERNAL_SESSION_ID": "x"}
     code = "import sys; from torchx.cli.main import main; main(sys.argv[1:])"
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
@@ -120,6 +116,16 @@ def torchx(plugins, *arguments, cwd):
         timeout=120,
         check=False,
     )
+
+
+def test_torchx_s_own_command_line_gives_docker_the_image_s_entry_point_once(plugins, tmp_path):
+    arguments = ["run", "--dryrun", "-s", "local_docker", "hiera.train", "--config", "base"]
+    done = torchx(plugins, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # YAML with tags of torchx's own classes.
+    command = done.stdout.split("SCHEDULER REQUEST")[1].split("command:\n")[1].split(": ")[0]
+    words = [line.strip().removeprefix("- ") for line in command.splitlines()]
+    assert words[:3] == ["run", "--config", f"{ROOT}/configs/base.yaml"]
 
 
 @pytest.mark.parametrize(("scheduler", "renderer"), [("hiera_slurm", slurm), ("hiera_kubernetes", kubernetes)])
@@ -212,8 +218,9 @@ def test_a_local_run_is_stopped_with_its_submit(monkeypatch, tmp_path):
         "sys.exit(main(['submit', '--on', 'local', '--config', 'base']))\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
     ) as process:
         seen = ""
         while "up\n" not in seen:
@@ -226,13 +233,16 @@ def test_a_local_run_is_stopped_with_its_submit(monkeypatch, tmp_path):
     assert (tmp_path / "hiera-train.asked").exists()
 
 
+def docker_request(runner, *settings):
+    made = component.train(*settings, config="base")
+    (container,) = runner.dryrun(made, "local_docker").request.containers
+    return container
+
+
 def test_docker_gets_mounts_shared_memory_and_the_image_s_entry_point(monkeypatch, tmp_path, runner):
     monkeypatch.chdir(tmp_path)
     settings = ("data.path=/data/$$x", "cluster.image=hiera:1", "cluster.gpus_per_node=1")
-    wanted = job({}, settings)
-    made = apps.make_app(wanted, "base", settings)
-    front._prepare_docker(made, wanted)
-    (container,) = runner.dryrun(made, "local_docker").request.containers
+    container = docker_request(runner, *settings)
     assert container.image == "hiera:1"
     assert container.command[:2] == ["run", "--config"]
     assert container.command[-1] == f"run.dir={tmp_path}/runs/hiera-base"
@@ -240,6 +250,31 @@ def test_docker_gets_mounts_shared_memory_and_the_image_s_entry_point(monkeypatc
     mounts = {mount["Target"]: mount["ReadOnly"] for mount in container.kwargs["mounts"]}
     assert mounts == {str(ROOT / "configs"): True, str(tmp_path / "runs"): False, "/data/$x": True}
     assert int(container.kwargs["shm_size"].rstrip("m")) > 1000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_docker_scheduler_leaves_other_components_alone(runner):
+    specs = pytest.importorskip("torchx.specs")
+    role = specs.Role(name="x", image="i", entrypoint="echo", args=["run"], resource=specs.Resource(1, 0, 1))
+    (container,) = runner.dryrun(specs.AppDef(name="x", roles=[role]), "local_docker").request.containers
+    assert container.command == ["echo", "run"]
+
+
+def test_the_docker_scheduler_makes_the_runs_directory_when_it_starts(monkeypatch, tmp_path):
+    pytest.importorskip("docker")
+    from torchx.schedulers.docker_scheduler import DockerScheduler
+
+    from service.cluster import torchx_docker
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DockerScheduler, "schedule", lambda self, info: info.request.app_id)
+    scheduler = torchx_docker.create_scheduler("s")
+    with front.make_runner() as runner:
+        info = scheduler.submit_dryrun(
+            component.train(config="base"), runner.scheduler_run_opts("local_docker").resolve({})
+        )
+    assert scheduler.schedule(info).startswith("hiera-base-")
+    assert (tmp_path / "runs").is_dir()
 
 
 # Slurm's answers, when Slurm has no accounting, has accounting, and has forgotten the job

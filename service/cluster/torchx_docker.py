@@ -1,0 +1,93 @@
+"""Docker for torchx: torchx's own scheduler, given what a container of hiera-train needs of this machine.
+
+Registered under torchx's name, local_docker. Apps of other components go through as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torchx.schedulers.docker_scheduler import DockerScheduler as TorchxDockerScheduler
+from torchx.specs import AppDef, AppDryRunInfo, BindMount, Role
+
+from service.cluster.app import METADATA, job_of
+from service.cluster.job import Job
+from service.errors import UserError
+
+NAME = "local_docker"
+
+
+class DockerScheduler(TorchxDockerScheduler):  # type: ignore[misc]  # torchx is optional
+    """One node, with the configuration, the data and the run directory where they are on this machine."""
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__(session_name)
+        self._runs: dict[str, Path] = {}
+
+    def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
+        """Nothing for ours: torchx would copy the current directory into a new image, which has it all already."""
+        if METADATA not in role.metadata:
+            super().build_workspace_and_update_role(role, workspace, cfg)
+
+    def _submit_dryrun(self, app: AppDef, cfg: Any) -> AppDryRunInfo[Any]:
+        if not any(METADATA in role.metadata for role in app.roles):
+            return super()._submit_dryrun(app, cfg)
+        job = job_of(app)
+        app = copy.deepcopy(app)
+        prepare(app, job)
+        info = super()._submit_dryrun(app, cfg)
+        self._runs[info.request.app_id] = runs_directory(job)
+        return info
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        """Start the container; the directory of the runs is made first, else Docker makes it as root."""
+        runs = self._runs.get(dryrun_info.request.app_id)
+        if runs is not None:
+            runs.mkdir(parents=True, exist_ok=True)
+        return str(super().schedule(dryrun_info))
+
+
+def prepare(app: AppDef, job: Job) -> None:
+    """Change an AppDef of hiera-train's component into what the image's entry point takes.
+
+    Raises UserError for several nodes, and for what only Slurm has.
+    """
+    if job.cluster.nodes > 1:
+        raise UserError("--nodes: docker runs one node; use local, slurm or kubernetes for several")
+    if job.seeds or job.after:
+        raise UserError("--seeds and --after: only Slurm has job arrays and dependencies")
+    role = app.roles[0]
+    # torchx puts the entry point in front of the arguments, and the image has hiera-train as its own.
+    role.entrypoint = role.args[0]
+    role.args = role.args[1:]
+    config = Path(role.args[1].replace("$$", "$"))
+    runs = runs_directory(job)
+    paths: list[tuple[Path, bool]] = [(config.parent, True), (runs, False)]
+    for path in (job.config.data.path, job.config.data.val_path):
+        if path is not None and path.is_absolute():
+            paths.append((path, True))
+    role.mounts = [BindMount(str(path), str(path), read_only=closed) for path, closed in paths]
+    # The directory that relative paths start at is the image's own.
+    run_dir = str(runs / job.run_dir.name).replace("$", "$$$$")
+    role.args += ["--set", f"run.dir={run_dir}"]
+    # torchx makes /dev/shm as large as the memory limit, and 64 MB without one, too little for NCCL.
+    role.resource.memMB = _memory_megabytes()
+
+
+def runs_directory(job: Job) -> Path:
+    """Absolute path of the directory that the run directory is in."""
+    return (Path.cwd() / job.run_dir).parent
+
+
+def _memory_megabytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) // 1024
+    return 16384
+
+
+def create_scheduler(session_name: str, **kwargs: object) -> DockerScheduler:
+    """Entry point of torchx."""
+    return DockerScheduler(session_name)
