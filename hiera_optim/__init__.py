@@ -22,7 +22,12 @@ from hiera_optim.compat import import_hiera
 from hiera_optim.geometry import Geometry
 from hiera_optim.masks import MAEStepInputs, make_mae_mask, sample_mask
 from hiera_optim.optimize import optimize, recommended_backend, restore, swap_mask_unit_attention
-from hiera_optim.state_dict import clean_state_dict, load_weights, state_dict_mismatches
+from hiera_optim.state_dict import (
+    clean_state_dict,
+    interpolate_position_embeddings,
+    load_weights,
+    state_dict_mismatches,
+)
 
 if TYPE_CHECKING:
     from hiera_optim.lightning import MAEStaticInputsCallback, feed_batch
@@ -41,6 +46,7 @@ __all__ = [
     "feed_batch",
     "get_hiera_adapter",
     "import_hiera",
+    "interpolate_position_embeddings",
     "load_weights",
     "make_mae_mask",
     "optimize",

@@ -328,6 +328,7 @@ def test_python_of_documents_runs(name: str, tmp_path: Path) -> None:
     parts += blocks(ROOT / name, "python")
     text = "\n".join(parts).replace("224, 224", "64, 64")
     text = text.replace("_224(pretrained=False)", "_224(pretrained=False, input_size=(64, 64), decoder_depth=1)")
+    text = text.replace("input_size=(384, 384))", "input_size=(96, 96), decoder_depth=1)")
     # What `hiera-train export runs/quickstart` would have written.
     quickstart = load_config("quickstart")
     weights = build_fair_model(quickstart.model, 0).state_dict()
