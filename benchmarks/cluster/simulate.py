@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CollectorRegistry
 
+from service.launch.rendezvous import timing
 from service.metrics.exporter import Exporter
 from service.metrics.names import METRICS
 
@@ -63,10 +64,10 @@ def _scrape(address: str) -> bytes:
     return body
 
 
-def rendezvous(nodes: int, keep_alive: int, timeout: float = 300.0) -> float | None:
+def rendezvous(nodes: int, keep_alive: int | None, timeout: float = 300.0) -> float | None:
     """Seconds until all nodes have joined one round; None when they have not within `timeout`.
 
-    `keep_alive`: seconds between the heartbeats of a node; 5 is torch's default.
+    `keep_alive`: seconds between the heartbeats of a node (5 is torch's default); None: as the launcher sets it.
     """
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -74,6 +75,7 @@ def rendezvous(nodes: int, keep_alive: int, timeout: float = 300.0) -> float | N
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    settings = timing(nodes) if keep_alive is None else {"keep_alive_interval": keep_alive}
     ranks: list[int] = []
     begin = threading.Barrier(nodes + 1)
 
@@ -87,7 +89,7 @@ def rendezvous(nodes: int, keep_alive: int, timeout: float = 300.0) -> float | N
             local_addr="127.0.0.1",
             is_host=str(node == 0),
             join_timeout=str(int(timeout)),
-            keep_alive_interval=str(keep_alive),
+            **{name: str(value) for name, value in settings.items()},
         )
         # Node 0 first, as the launchers' preflight makes sure.
         if node:
@@ -117,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 16, 64, 128, 256])
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--keep-alive", type=int, default=60, help="seconds between heartbeats (60)")
+    parser.add_argument("--keep-alive", type=int, help="seconds between heartbeats (the launcher's)")
     options = parser.parse_args()
     # Each look-up of 127.0.0.1's name that fails is a line otherwise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -23,6 +23,10 @@ connections.
 """
 
 
+MANY_NODES = 32
+"""Up to here torch's own timing of the rendezvous is kept."""
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """`host` and `port` of the c10d store, which node 0 serves; `run_id` is equal on all nodes of a
@@ -39,6 +43,25 @@ class Rendezvous:
     def endpoint(self) -> str:
         """host:port, IPv6 in brackets."""
         return format_endpoint(self.host, self.port)
+
+
+def timing(nnodes: int) -> dict[str, int]:
+    """Settings of torch's c10d rendezvous, in seconds and attempts, for a number of nodes.
+
+    All nodes rewrite one record, one at a time, to join and at every heartbeat. Many of them with torch's
+    heartbeat of 5 s keep the record so busy that heartbeats are late, and a node that misses three is struck
+    off and joins again, for ever (docs/scale.md). Many nodes therefore beat once a minute; a node that is lost
+    without a word is struck off after 180 s instead of 15 s.
+    """
+    if nnodes <= MANY_NODES:
+        return {}
+    return {
+        "keep_alive_interval": 60,
+        "keep_alive_max_attempt": 3,
+        # A heartbeat that has to wait for the record is late, not lost.
+        "heartbeat_timeout": 60,
+        "read_timeout": 300,
+    }
 
 
 def format_endpoint(host: str, port: int) -> str:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.launch.rendezvous import Rendezvous, format_endpoint
+from service.launch.rendezvous import Rendezvous, format_endpoint, timing
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class Torchrun:
             # Port 0: the store binds first and tells its port afterwards, so that two launches never collide.
             meeting = ["--nnodes=1", "--rdzv-endpoint=localhost:0", f"--rdzv-id={self.run_id}"]
         else:
+            # torch would guess from host names who serves the store; containers and aliases defeat that.
+            conf = {"is_host": int(self.rendezvous.node_rank == 0), **timing(self.rendezvous.nnodes)}
             meeting = [
                 f"--nnodes={self.rendezvous.nnodes}",
                 f"--rdzv-endpoint={format_endpoint(self.address, self.rendezvous.port)}",
                 f"--rdzv-id={self.rendezvous.run_id}",
-                # torch would guess from host names who serves the store; containers and aliases defeat that.
-                f"--rdzv-conf=is_host={int(self.rendezvous.node_rank == 0)}",
+                "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items()),
             ]
         if self.local_address is not None:
             # Else torch advertises the fully qualified name, which others often cannot resolve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,9 @@ from service.launch.rendezvous import (
     preflight,
     resolve,
     route_address,
+    timing,
 )
+from service.launch.torchrun import Torchrun
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -218,3 +221,35 @@ def test_interface_choice() -> None:
 
 def test_addresses_of_this_machine() -> None:
     assert "127.0.0.1" in interface_addresses()["lo"]
+
+
+def settings_of(nnodes: int) -> dict[str, str]:
+    """What the command line of torchrun says about the rendezvous of some nodes, read by torch itself."""
+    utils = pytest.importorskip("torch.distributed.elastic.rendezvous.utils")
+    meeting = Rendezvous(nnodes, 1, "a", 29400, "x")
+    command = Torchrun(8, 60.0, Path("/tmp/x"), "x", meeting).command("module", Path("/run"), 0)
+    (flag,) = (word for word in command if word.startswith("--rdzv-conf="))
+    found: dict[str, str] = utils._parse_rendezvous_config(flag.partition("=")[2])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "heartbeat", "lost_after"), [(2, 5, 15), (32, 5, 15), (33, 60, 180), (64, 60, 180), (1024, 60, 180)]
+)
+def test_many_nodes_beat_seldom_and_torch_takes_it(nnodes: int, heartbeat: int, lost_after: int) -> None:
+    rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous")
+    registry = pytest.importorskip("torch.distributed.elastic.rendezvous.registry")
+    given = settings_of(nnodes)
+    assert given.pop("is_host") == "0"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    parameters = rendezvous.RendezvousParameters(
+        backend="c10d", endpoint=endpoint, run_id="x", min_nodes=1, max_nodes=1, is_host="1", **given
+    )
+    settings = registry.get_rendezvous_handler(parameters)._settings
+    assert settings.keep_alive_interval.total_seconds() == heartbeat
+    assert settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt == lost_after
+    # The time that a heartbeat may take never exceeds that between two.
+    assert settings.timeout.heartbeat.total_seconds() == heartbeat
+    assert given == {name: str(value) for name, value in timing(nnodes).items()}
