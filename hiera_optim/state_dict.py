@@ -16,7 +16,8 @@ from hiera_optim.geometry import Geometry
 from hiera_optim.masks import unwrap
 
 _PREFIXES = ("module.", "_orig_mod.")
-_POSITION_EMBEDDINGS = ("pos_embed", "pos_embed_spatial", "pos_embed_temporal", "decoder_pos_embed")
+POSITION_EMBEDDINGS = ("pos_embed", "pos_embed_spatial", "pos_embed_temporal", "decoder_pos_embed")
+"""Parameters whose shape the input size decides; a model has some of them."""
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -48,6 +49,11 @@ def state_dict_mismatches(model: nn.Module, state_dict: Mapping[str, Any]) -> li
     return lines
 
 
+def only_input_size_differs(mismatches: Sequence[str]) -> bool:
+    """True if these lines of `state_dict_mismatches` are position embeddings of another length and nothing else."""
+    return all(line.startswith(POSITION_EMBEDDINGS) and ": the model has" in line for line in mismatches)
+
+
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load FAIR's or our weights strictly, from under any wrapper, into a plain or wrapped model.
 
@@ -57,7 +63,7 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     lines = state_dict_mismatches(model, state_dict)
     if lines:
         remedy = ""
-        if all(line.startswith(_POSITION_EMBEDDINGS) and ": the model has" in line for line in lines):
+        if only_input_size_differs(lines):
             remedy = "; interpolate_position_embeddings(state_dict, model) makes weights of another input size fit"
         raise ValueError("checkpoint does not fit the model: " + "; ".join(lines) + remedy)
     unwrap(model).load_state_dict(clean_state_dict(state_dict), strict=True)
@@ -86,7 +92,7 @@ def interpolate_position_embeddings(
     """
     geom = Geometry.from_model(unwrap(model))
     weights, own = clean_state_dict(state_dict), unwrap(model).state_dict()
-    wanted = [name for name in _POSITION_EMBEDDINGS if name in own]
+    wanted = [name for name in POSITION_EMBEDDINGS if name in own]
     for name in wanted:
         if name not in weights:
             raise ValueError(f"{name}, which the model has, is not in the checkpoint: it is of another kind of model")

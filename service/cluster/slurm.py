@@ -269,6 +269,7 @@ def _mounts(job: Job) -> list[str]:
         (config.run.dir.parent if config.run.dir is not None else None, ""),
         (config.data.path, ":ro"),
         (config.data.val_path, ":ro"),
+        (config.train.init_from, ":ro"),
         (config.runtime.cache_dir, ""),
     ]
     for path, mode in needed:

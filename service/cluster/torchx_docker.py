@@ -65,7 +65,7 @@ def prepare(app: AppDef, job: Job) -> None:
     config = Path(role.args[1].replace("$$", "$"))
     runs = runs_directory(job)
     paths: list[tuple[Path, bool]] = [(config.parent, True), (runs, False)]
-    for path in (job.config.data.path, job.config.data.val_path):
+    for path in (job.config.data.path, job.config.data.val_path, job.config.train.init_from):
         if path is not None and path.is_absolute():
             paths.append((path, True))
     role.mounts = [BindMount(str(path), str(path), read_only=closed) for path, closed in paths]

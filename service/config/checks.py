@@ -16,6 +16,8 @@ from service.config.schema import ModelSection, RunConfig
 from service.errors import UserError
 
 PICTURE_CHANNELS = (1, 3)
+WEIGHT_SUFFIXES = (".pth", ".safetensors")
+"""Files of weights, as `hiera-train export` writes them."""
 LARGEST_ON_GPU = 256
 """Samples of a micro-batch that nobody chose: enough to keep a GPU busy, few enough to fit one."""
 LARGEST_ON_CPU = 32
@@ -42,6 +44,7 @@ def check_all(config: RunConfig) -> None:
     """`check_settings`, and the data as far as it can be judged without decoding it."""
     check_settings(config)
     check_data(config)
+    _check_start(config)
 
 
 def check_world(config: RunConfig, world_size: int, on_cpu: bool | None = None) -> BatchSplit:
@@ -214,6 +217,20 @@ def _check_schedule(config: RunConfig) -> None:
             raise UserError(
                 f"train.activation_checkpointing: there is no stage {beyond[0]}; the stages are 0 to {stages - 1}"
             )
+
+
+def _check_start(config: RunConfig) -> None:
+    path = config.train.init_from
+    # What a run started from may be gone by the time it resumes.
+    if path is None or any((config.run.directory / "checkpoints").glob("step-*")):
+        return
+    if path.is_dir():
+        if not any((path / "checkpoints").glob("step-*.safetensors")):
+            raise UserError(f"train.init_from: {path} is not a run directory with checkpoints; give one, or a file")
+    elif not path.exists():
+        raise UserError(f"train.init_from: {path} does not exist")
+    elif path.suffix not in WEIGHT_SUFFIXES:
+        raise UserError(f"train.init_from: {path} must end in {' or '.join(WEIGHT_SUFFIXES)}")
 
 
 def _neighbours(value: int, divisor: int) -> list[int]:

@@ -38,6 +38,8 @@ IDENTITY: dict[str, str] = {
     "train.global_batch": "which samples a step sees, hence the meaning of the step counter",
     "train.epochs": "the cosine's length: every later learning rate",
     "train.steps": "the cosine's length: every later learning rate",
+    "train.init_from": "other weights at the start",
+    "train.interpolate_position_embeddings": "other weights at the start",
 }
 """Fields that make another run, and why."""
 
@@ -90,6 +92,7 @@ _UNUSED_WHEN: dict[str, Callable[[RunConfig], bool]] = {
     "optim.muon_lr": lambda config: config.optim.name != "muon",
     "optim.muon_momentum": lambda config: config.optim.name != "muon",
     "train.epochs": lambda config: config.train.steps is not None,
+    "train.interpolate_position_embeddings": lambda config: config.train.init_from is None,
     "data.path": lambda config: config.data.kind == "synthetic",
     "data.val_path": lambda config: config.data.kind == "synthetic",
     "data.val_fraction": lambda config: config.data.val_path is not None and config.data.kind != "synthetic",

@@ -172,6 +172,11 @@ class TrainSection(Section):
     """Length of the run in passes over the training data."""
     steps: int | None = Field(default=None, gt=0)
     """Length of the run in optimizer steps; overrides epochs when set."""
+    init_from: ExpandedPath | None = None
+    """Weights to start from: a run directory (its newest checkpoint), a checkpoint, or exported or FAIR's weights as
+    .safetensors or .pth; null: random. A run that has a checkpoint of its own goes on from that."""
+    interpolate_position_embeddings: bool = False
+    """Resample the position embeddings of init_from when they are of another model.input_size."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 compute with fp32 master weights on CUDA, fp32 on the CPU."""
     capture: Literal["auto", "on", "off"] = "auto"

@@ -30,6 +30,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hiera_optim.state_dict import POSITION_EMBEDDINGS
 from service.errors import UserError
 
 FORMAT = 1
@@ -267,10 +268,13 @@ def check_same_shapes(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[s
             differences.append(f"{name} is {have}, this configuration's is {want}")
     if differences:
         more = f" (and {len(differences) - 1} more differ)" if len(differences) > 1 else ""
-        raise UserError(
-            f"{path} is a checkpoint of another model or optimizer: {differences[0]}{more}.\n"
-            "Restore the model and optim sections it was trained with, or choose another run.dir."
-        )
+        remedy = "Restore the model and optim sections it was trained with, or choose another run.dir."
+        if all(difference.split()[0].rsplit(".", 1)[-1] in POSITION_EMBEDDINGS for difference in differences):
+            remedy += (
+                f" There, train.init_from={path.parent.parent} with train.interpolate_position_embeddings=true "
+                "goes on at another input size."
+            )
+        raise UserError(f"{path} is a checkpoint of another model or optimizer: {differences[0]}{more}.\n{remedy}")
 
 
 # -- saving without stopping -------------------------------------------------------------------------------

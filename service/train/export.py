@@ -12,11 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hiera_optim.state_dict import clean_state_dict
+from service.config.checks import WEIGHT_SUFFIXES
 from service.errors import EXIT_FINISHED, UserError
 from service.train.checkpoint import load_tensors
 from service.train.reconstruct import find_checkpoint
-
-SUFFIXES = (".pth", ".safetensors")
 
 
 def write_weights(weights: Mapping[str, Tensor], to: Path) -> None:
@@ -28,8 +27,8 @@ def write_weights(weights: Mapping[str, Tensor], to: Path) -> None:
     Raises:
         UserError: another suffix, or the file cannot be written.
     """
-    if to.suffix not in SUFFIXES:
-        raise UserError(f"--to: {to} must end in {' or '.join(SUFFIXES)}")
+    if to.suffix not in WEIGHT_SUFFIXES:
+        raise UserError(f"--to: {to} must end in {' or '.join(WEIGHT_SUFFIXES)}")
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         temporary.touch()

@@ -12,6 +12,7 @@ from service.config.schema import RunConfig
 from service.data import Source, Stream, open_data
 from service.errors import UserError
 from service.train.checkpoint import checkpoint_path, newest_whole, remove_leftovers
+from service.train.initial import initial_weights
 from service.train.model import build_fair_model, build_model, build_optimizer, restore
 from service.train.progress import Console
 from service.train.schedule import Schedule, make_schedule
@@ -71,6 +72,9 @@ def prepare(config: RunConfig, run_dir: Path, workers: Workers, console: Console
     model = build_model(config.train, fair, workers.device, precision)
     optimizer = build_optimizer(model, config.optim, schedule.peak, weights)
     first_step = _resume(run_dir / "checkpoints", optimizer, workers, console)
+    if first_step == 0 and config.train.init_from is not None:
+        optimizer.load_master_parameters(initial_weights(config.train, model))
+        console.say(f"starting from {config.train.init_from}")
     check_same_weights(workers, optimizer.master_parameters())
     train_step = TrainStep(
         model,

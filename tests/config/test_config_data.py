@@ -163,3 +163,21 @@ def test_files_that_are_not_arrays(tmp_path, content, problem):
     path = tmp_path / "x.npy"
     path.write_bytes(content)
     assert array_message(path) == f"data.path: {path} {problem}"
+
+
+def test_what_a_run_starts_from_is_looked_for_unless_it_has_checkpoints(tmp_path):
+    def refusal(path) -> str:
+        overrides = ["data.kind=synthetic", f"run.dir={tmp_path}/run", f"train.init_from={path}"]
+        with pytest.raises(UserError) as error:
+            check_all(load_config("base", overrides))
+        return str(error.value)
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.bin").write_text("x")
+    assert refusal(tmp_path / "no") == f"train.init_from: {tmp_path}/no does not exist"
+    assert "is not a run directory with checkpoints" in refusal(tmp_path / "empty")
+    assert "must end in .pth or .safetensors" in refusal(tmp_path / "weights.bin")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000001.safetensors").write_text("x")
+    check_all(load_config("base", ["data.kind=synthetic", f"run.dir={tmp_path}/run", f"train.init_from={tmp_path}/no"]))
+    check_all(load_config("base", ["data.kind=synthetic", f"train.init_from={tmp_path}/run"]))

@@ -29,6 +29,7 @@ OTHER = {
     "optim.eps": 1e-6, "optim.weight_decay": 0.1, "optim.warmup_epochs": 5, "optim.warmup_steps": 5,
     "optim.clip_grad_norm": 1.0, "optim.muon_lr": 0.01, "optim.muon_momentum": 0.9,
     "train.global_batch": 1024, "train.micro_batch": 8, "train.epochs": 800, "train.steps": 100,
+    "train.init_from": "/other", "train.interpolate_position_embeddings": True,
     "train.precision": "fp32", "train.capture": "off", "train.eval_every": 5, "train.eval_samples": 5,
     "train.log_every": 5, "train.activation_checkpointing": "all", "train.reconstruct_every": 5,
     "checkpoint.every_steps": 5, "checkpoint.every_minutes": None, "checkpoint.keep": 5, "checkpoint.allow_changes": True,
@@ -54,12 +55,14 @@ OTHER = {
     "cluster.kubernetes.pod_monitor": True,
 }  # fmt: skip
 MATTERS_WITH = {
+    "train.interpolate_position_embeddings": {"train": {"init_from": "/weights.pth"}},
     "cluster.slurm.container": {"cluster": {"image": "hiera"}},
     "data.synthetic_samples": {"data": {"kind": "synthetic"}},
     "optim.muon_lr": {"optim": {"name": "muon"}},
     "optim.muon_momentum": {"optim": {"name": "muon"}},
 }
 IGNORED_WITH = {
+    "train.interpolate_position_embeddings": {},
     "optim.base_lr": {"optim": {"lr": 1e-3}},
     "optim.warmup_epochs": {"optim": {"warmup_steps": 5}},
     "optim.muon_lr": {},
