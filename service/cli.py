@@ -11,6 +11,7 @@ import difflib
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -51,6 +52,25 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; a mistyped option is named before what it leaves missing."""
+        options = self._option_string_actions
+        # Those of a command are looked at by the command's own parser. No value may begin with a dash and a letter.
+        for word in () if self._subparsers else args or ():
+            name = word.partition("=")[0]
+            if re.match("--?[A-Za-z]", name) and name not in options:
+                near = difflib.get_close_matches(name, options, n=1)
+                if near:
+                    raise UserError(f"unknown option {name}; did you mean {near[0]}?")
+                self.error(f"unknown option {name}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        near = difflib.get_close_matches(str(value), action.choices or (), n=1)
+        if near and value not in (action.choices or ()):
+            raise argparse.ArgumentError(action, f"unknown: {value}; did you mean {near[0]}?")
+        super()._check_value(action, value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
