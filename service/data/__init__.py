@@ -18,12 +18,12 @@ from service.data.array import ArraySource, normalise_for, open_array
 from service.data.images import BadFiles, ImageSource, list_pictures, split_by_name
 from service.data.photographs import HELD_OUT, TRAIN, PhotographSource, load
 from service.data.source import Source, held_out
-from service.data.stream import Stream, validation
+from service.data.stream import Stream, source_index, validation
 from service.data.synthetic import SyntheticSource
 from service.data.transforms import Normalise
 from service.errors import UserError
 
-__all__ = ["Source", "Stream", "open_data", "validation"]
+__all__ = ["Source", "Stream", "open_data", "source_index", "validation"]
 
 _SYNTHETIC_VAL_SAMPLES = 4096
 
@@ -107,13 +107,14 @@ def _open_arrays(data: DataSection, model: ModelSection, path: Path) -> tuple[So
     if data.val_path is not None:
         val_rows = open_array(data.val_path, shape, "data.val_path")
         val_normalise = normalise_for(val_rows, model.in_chans, data.mean, data.std)
-        return ArraySource(rows, normalise), ArraySource(val_rows, val_normalise)
+        return ArraySource(path, rows, normalise), ArraySource(data.val_path, val_rows, val_normalise)
     if data.val_fraction == 0:
-        return ArraySource(rows, normalise), None
+        return ArraySource(path, rows, normalise), None
     if len(rows) < 2:
         raise UserError(
             f"data.path: {path} holds one sample, and one is held out for validation; add some or set data.val_path"
         )
     numbers = np.arange(len(rows), dtype=np.int64)
     is_val = held_out(hashing.uniform_floats(hashing.derive(hashing.VALIDATION), numbers), data.val_fraction)
-    return ArraySource(rows, normalise, numbers[~is_val]), ArraySource(rows, normalise, numbers[is_val])
+    train_rows, val_rows = numbers[~is_val], numbers[is_val]
+    return ArraySource(path, rows, normalise, train_rows), ArraySource(path, rows, normalise, val_rows)

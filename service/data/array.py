@@ -61,19 +61,28 @@ class ArraySource:
     """Chosen rows of a mapped array; no augmentation.
 
     Args:
+        path: the file, which names samples.
         rows: [N, C, *input_size].
         chosen: int64 [n] row numbers, or None for all rows.
     """
 
     bad_files = 0
 
-    def __init__(self, rows: NDArray[Any], normalise: Normalise, chosen: NDArray[np.int64] | None = None) -> None:
-        self._rows, self._normalise, self._chosen = rows, normalise, chosen
+    def __init__(
+        self, path: Path, rows: NDArray[Any], normalise: Normalise, chosen: NDArray[np.int64] | None = None
+    ) -> None:
+        self._path, self._rows, self._normalise, self._chosen = path, rows, normalise, chosen
 
     def __len__(self) -> int:
         return len(self._rows if self._chosen is None else self._chosen)
 
     def read(self, index: int, key: int) -> NDArray[np.float32]:
         """See `Source.read`; the key is ignored."""
-        row = index if self._chosen is None else int(self._chosen[index])
-        return self._normalise(self._rows[row])
+        return self._normalise(self._rows[self._row(index)])
+
+    def name(self, index: int) -> str:
+        """See `Source.name`; rows are counted from 0, as numpy indexes them."""
+        return f"row {self._row(index)} of {self._path}"
+
+    def _row(self, index: int) -> int:
+        return index if self._chosen is None else int(self._chosen[index])

@@ -203,6 +203,11 @@ class ImageSource:
             return self._normalise(pixels.transpose(2, 0, 1))
         raise TrainingError(f"none of the {len(self)} pictures in {self._root} can be read")
 
+    def name(self, index: int) -> str:
+        """See `Source.name`; of an unreadable file, the one that is read in its place."""
+        names = (self._names[candidate] for candidate in self._candidates(index))
+        return str(self._root / next((name for name in names if name not in self._bad), self._names[index]))
+
     def _candidates(self, index: int) -> Iterator[int]:
         yield index
         key = np.uint64(hashing.derive(hashing.REPLACE, index))

@@ -102,3 +102,7 @@ class PhotographSource:
             picture.width, picture.height, self._size, key, scale=self._scale, flip=self._flip and self._train
         )
         return self._normalise(render(picture, view, self._size).transpose(2, 0, 1))
+
+    def name(self, index: int) -> str:
+        """See `Source.name`."""
+        return f"photograph {index % len(self._pictures)} of {PHOTOGRAPHS}"

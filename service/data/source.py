@@ -30,6 +30,10 @@ class Source(Protocol):
         """
         ...
 
+    def name(self, index: int) -> str:
+        """Where sample `index` comes from, for people: its file, and the row in it."""
+        ...
+
 
 def held_out(fractions: NDArray[np.float64], val_fraction: float) -> NDArray[np.bool_]:
     """Which items are validation data, given one fixed pseudo-random number in [0, 1) an item.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from service.data import hashing
 from service.data.prefetch import BatchPlan, Prefetcher
@@ -75,6 +76,12 @@ class Stream(Iterator[tuple[torch.Tensor, torch.Tensor]]):
     def close(self) -> None:
         """Stop reading and join the threads; the stream ends. May be called again."""
         self._batches.close()
+
+
+def source_index(sample: int, length: int, seed: int) -> int:
+    """Which sample of a training source of `length` the run's sample number `sample` is."""
+    epochs, positions = np.divmod(np.array([sample], dtype=np.int64), length)
+    return int(_shuffled(positions, epochs, length, hashing.derive(seed, hashing.ORDER))[0])
 
 
 def validation(
@@ -141,7 +148,14 @@ def _plans(
             epochs, positions = np.divmod(numbers, epoch_samples)
             indices = positions
             if train:
-                indices = hashing.permute(positions, epoch_samples, hashing.derive_many(order_key, epochs))
+                indices = _shuffled(positions, epochs, epoch_samples, order_key)
             keys = hashing.derive_many(augment_key, numbers)
             yield BatchPlan(indices.tolist(), keys.tolist(), numbers, micro_batch)
         step += 1
+
+
+def _shuffled(
+    positions: NDArray[np.int64], epochs: NDArray[np.int64], length: int, order_key: int
+) -> NDArray[np.int64]:
+    """int64 [n]: the indices at these positions of these epochs."""
+    return hashing.permute(positions, length, hashing.derive_many(order_key, epochs))

@@ -34,6 +34,10 @@ class SyntheticSource:
         """See `Source.read`; the key is ignored. The array is shared: do not write to it."""
         return self._pool[index % len(self._pool)]  # type: ignore[no-any-return]
 
+    def name(self, index: int) -> str:
+        """See `Source.name`."""
+        return f"made-up sample {index}"
+
 
 def _sample(shape: tuple[int, ...], key: int) -> NDArray[np.float32]:
     chans, *size = shape

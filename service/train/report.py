@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hiera_optim.training import StepOutput
-from service.data import Stream
+from service.data import Stream, source_index
 from service.errors import TrainingError
 from service.launch import state
 from service.metrics.client import MetricsClient
@@ -268,10 +268,14 @@ class StepLog:
         batch = run.config.train.global_batch
         found = run.workers.gather([*_nonfinite_sample(run, step), int(row.own_nonfinite > 0)])
         self._report.nonfinite(count)
-        inputs = [f"sample {sample} on rank {rank}" for rank, (bad, sample, _) in enumerate(found) if bad]
+        inputs = [
+            f"sample {sample} on rank {rank}, {_where(run, sample)}"
+            for rank, (bad, sample, _) in enumerate(found)
+            if bad
+        ]
         ranks = [str(rank) for rank, (_, _, own) in enumerate(found) if own]
         if inputs:
-            cause = f"the input is not: {', '.join(inputs[:3])}"
+            cause = f"the input is not: {'; '.join(inputs[:3])}"
         else:
             cause = f"rank {', '.join(ranks)}, samples {(step - 1) * batch} to {step * batch - 1}"
         good = [path.name for saved, path in list_checkpoints(run.checkpoints) if saved < step]
@@ -281,6 +285,10 @@ class StepLog:
             f"loss or gradient is not finite at step {step} ({cause}); {kept}.\n"
             f"{'Mend the data' if inputs else remedy}, then run the same command again."
         )
+
+
+def _where(run: Run, sample: int) -> str:
+    return run.train_data.name(source_index(sample, len(run.train_data), run.config.run.seed))
 
 
 def _nonfinite_sample(run: Run, step: int) -> tuple[int, int]:

@@ -157,6 +157,17 @@ def test_the_camera_orientation_is_applied(tmp_path: Path) -> None:
             assert np.abs(train.read(index, key) - expected).max() < 0.1
 
 
+def test_a_samples_name_is_the_file_that_is_read(tmp_path: Path) -> None:
+    for grey in range(6):
+        Image.new("L", (40, 40), 40 * grey).save(tmp_path / f"{grey}.png")
+    (tmp_path / "2.png").write_bytes(b"broken")
+    train, _ = open_folder(tmp_path, val_path=tmp_path, mean=None, std=None)
+    for index in range(6):
+        grey = round(float(train.read(index, 0).mean() * 255 / 40))
+        assert train.name(index) == str(tmp_path / f"{grey}.png")
+    assert train.bad_files == 1
+
+
 def test_garbled_exif_does_not_cost_a_picture(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

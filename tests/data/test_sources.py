@@ -77,6 +77,16 @@ def test_the_split_does_not_change_when_rows_are_appended(tmp_path: Path) -> Non
     assert held[0] == {value for value in held[1] if value < 100}
 
 
+def test_a_samples_name_is_the_row_that_is_read(tmp_path: Path) -> None:
+    rows = np.zeros((30, 5, 64), dtype=np.float32) + np.arange(30, dtype=np.float32)[:, None, None]
+    path = save(tmp_path / "x.npy", rows)
+    for fields in ({"val_fraction": 0.3}, {"val_path": path}, {"val_fraction": 0}):
+        for source in open_data(section(path, **fields), MODEL_1D, seed=0):
+            for index in range(0 if source is None else len(source)):
+                assert source is not None
+                assert source.name(index) == f"row {source.read(index, 0)[0, 0]:.0f} of {path}"
+
+
 def write_pickled(path: Path) -> None:
     with path.open("wb") as file:
         np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)

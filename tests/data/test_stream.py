@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from service.data.stream import Stream, validation
+from service.data.stream import Stream, source_index, validation
 
 
 class Recorder:
@@ -32,6 +32,9 @@ class Recorder:
         if self.delay:
             time.sleep(self.delay)
         return np.full((1, 2), index + key / 2.0**64, dtype=np.float32)
+
+    def name(self, index: int) -> str:
+        return f"sample {index}"
 
 
 def take(
@@ -246,3 +249,11 @@ def batches(
 
 def data_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hiera-data")]
+
+
+def test_a_samples_number_leads_back_to_its_index() -> None:
+    """Over several epochs: 240 numbers of 50 samples."""
+    x, sample_ids = take(20, seed=3)
+    indices = x[:, 0, 0].floor().int().tolist()
+    assert indices == [source_index(number, 50, 3) for number in sample_ids.tolist()]
+    assert indices != [source_index(number, 50, 4) for number in sample_ids.tolist()]

@@ -40,7 +40,8 @@ def test_a_nan_pixel_stops_all_ranks_and_names_step_rank_and_sample(tmp_path, ra
     # An epoch is five steps, so the sample comes in one of the first five.
     step = int(state["reason"].split("at step ")[1].split()[0])
     sample = int(state["reason"].split("sample ")[1].split()[0])
-    rank = int(state["reason"].split("on rank ")[1].split(")")[0])
+    rank = int(state["reason"].split("on rank ")[1].split(",")[0])
+    assert f"row 11 of {tmp_path / 'data.npy'})" in state["reason"]
     assert 1 <= step <= 5
     assert sample // 4 == step - 1
     assert rank == (sample % 4) // (4 // ranks)
