@@ -244,7 +244,9 @@ def _command(job: Job) -> list[str]:
     if slurm.container == "none":
         return _array([*srun, *task, *launcher])
     image = shlex.quote(str(job.cluster.image))
-    made = [f"mkdir -p {shlex.quote(str(job.run_dir.parent))}"] if job.config.run.dir is not None else []
+    # What is mounted has to be there.
+    written = [job.run_dir.parent if job.config.run.dir is not None else None, job.config.runtime.cache_seed]
+    made = [f"mkdir -p {shlex.quote(str(path))}" for path in written if path is not None]
     mounts = made + _array(['"$PWD:$PWD"', '"$logs:$logs"', *map(shlex.quote, _mounts(job))], "mounts")
     if slurm.container == "pyxis":
         # The task's shell runs in the container as well; pyxis parts mounts at commas.
@@ -271,6 +273,7 @@ def _mounts(job: Job) -> list[str]:
         (config.data.val_path, ":ro"),
         (config.train.init_from, ":ro"),
         (config.runtime.cache_dir, ""),
+        (config.runtime.cache_seed, ""),
     ]
     for path, mode in needed:
         if path is not None and path.is_absolute():

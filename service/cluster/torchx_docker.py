@@ -24,7 +24,7 @@ class DockerScheduler(TorchxDockerScheduler):  # type: ignore[misc]  # torchx is
 
     def __init__(self, session_name: str) -> None:
         super().__init__(session_name)
-        self._runs: dict[str, Path] = {}
+        self._written: dict[str, list[Path]] = {}
 
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
         """Nothing for ours: torchx would copy the current directory into a new image, which has it all already."""
@@ -38,14 +38,13 @@ class DockerScheduler(TorchxDockerScheduler):  # type: ignore[misc]  # torchx is
         app = copy.deepcopy(app)
         prepare(app, job)
         info = super()._submit_dryrun(app, cfg)
-        self._runs[info.request.app_id] = runs_directory(job)
+        self._written[info.request.app_id] = written(job)
         return info
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
-        """Start the container; the directory of the runs is made first, else Docker makes it as root."""
-        runs = self._runs.get(dryrun_info.request.app_id)
-        if runs is not None:
-            runs.mkdir(parents=True, exist_ok=True)
+        """Start the container; directories it writes to are made first, else Docker makes them as root."""
+        for path in self._written.get(dryrun_info.request.app_id, []):
+            path.mkdir(parents=True, exist_ok=True)
         return str(super().schedule(dryrun_info))
 
 
@@ -63,11 +62,12 @@ def prepare(app: AppDef, job: Job) -> None:
     role.entrypoint = role.args[0]
     role.args = role.args[1:]
     config = Path(role.args[1].replace("$$", "$"))
-    runs = runs_directory(job)
+    runs = written(job)[0]
     paths: list[tuple[Path, bool]] = [(config.parent, True), (runs, False)]
     for path in (job.config.data.path, job.config.data.val_path, job.config.train.init_from):
         if path is not None and path.is_absolute():
             paths.append((path, True))
+    paths += [(path, False) for path in written(job)[1:]]
     role.mounts = [BindMount(str(path), str(path), read_only=closed) for path, closed in paths]
     # The directory that relative paths start at is the image's own.
     run_dir = str(runs / job.run_dir.name).replace("$", "$$$$")
@@ -76,9 +76,10 @@ def prepare(app: AppDef, job: Job) -> None:
     role.resource.memMB = _memory_megabytes()
 
 
-def runs_directory(job: Job) -> Path:
-    """Absolute path of the directory that the run directory is in."""
-    return (Path.cwd() / job.run_dir).parent
+def written(job: Job) -> list[Path]:
+    """Absolute directories that the container writes to: that of the run directories first."""
+    seeds = job.config.runtime.cache_seed
+    return [(Path.cwd() / job.run_dir).parent, *([seeds] if seeds is not None and seeds.is_absolute() else [])]
 
 
 def _memory_megabytes() -> int:

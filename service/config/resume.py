@@ -65,6 +65,7 @@ FREE: dict[str, str] = {
     "runtime.nproc_per_node": "a sample's place in the run does not depend on the number of ranks",
     "runtime.allocator": "memory",
     "runtime.cache_dir": "where",
+    "runtime.cache_seed": "where",
     "runtime.threads": "speed",
     "runtime.numa": "speed",
     "runtime.max_restarts": "when to give up",

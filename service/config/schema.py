@@ -223,6 +223,9 @@ class RuntimeSection(Section):
     """Allocator preset: default, large-batch, captured-ddp, debug; or a PYTORCH_ALLOC_CONF string."""
     cache_dir: ExpandedPath | None = None
     """Persistent compile caches; null: $XDG_CACHE_HOME/hiera-train or a directory under /tmp."""
+    cache_seed: ExpandedPath | None = None
+    """Directory on a shared file system with packed compile caches, one file for each kind of node: a node fills its
+    own cache from there before it starts; the first run that finishes makes the file. Null: every node compiles."""
     threads: int | None = Field(default=None, gt=0)
     """OMP threads a worker; null: cores / workers."""
     numa: bool = True

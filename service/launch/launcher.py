@@ -35,7 +35,7 @@ from service.config.checks import check_world
 from service.config.schema import RunConfig
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_UNRECOVERABLE
 from service.launch import environment as environments
-from service.launch import hardware, network, processes, rundir
+from service.launch import hardware, network, processes, rundir, seeding
 from service.launch.agent import EXIT_AGENT_FAILED, STOP_SIGNALS, describe_exit
 from service.launch.caches import count_entries
 from service.launch.rendezvous import Rendezvous, is_loopback, preflight, resolve, route_address
@@ -91,8 +91,14 @@ def run(
     rundir.make_run_directory(directory)
     with rundir.locked(directory, nodes, rank):
         rundir.bind_config(directory, config)
+        seeds = config.runtime.cache_seed
+        if seeds is not None and (note := seeding.unpack(seeds, facts.cache)):
+            notes.append(note)
         with Launch(config, directory, rendezvous, facts, worker_module) as launch:
-            return launch.supervise(notes)
+            code = launch.supervise(notes)
+        if seeds is not None and rank == 0 and code == EXIT_FINISHED and (note := seeding.pack(seeds, facts.cache)):
+            say(note)
+        return code
 
 
 class Launch:

@@ -261,6 +261,13 @@ def test_an_array_gives_each_task_its_seed_and_directory(script):
     assert (config.run.seed, config.run.dir) == (8, Path("/runs/$x y-seed8"))
 
 
+def test_containers_get_the_packed_caches(script):
+    settings = ("cluster.slurm.container=apptainer", "cluster.image=i", "runtime.cache_seed=/seeds of us")
+    text = slurm.render(job({}, settings))
+    assert "mkdir -p '/seeds of us'\n" in text
+    assert "    '/seeds of us:/seeds of us'\n" in text
+
+
 def test_containers_get_mounts_that_hold_together(script):
     settings = ("cluster.slurm.container=pyxis", "cluster.image=a b", "cluster.slurm.mounts=/x y:/z")
     script.run(rendered(*settings, "run.dir=/tmp/r/a"))

@@ -241,14 +241,14 @@ def docker_request(runner, *settings):
 
 def test_docker_gets_mounts_shared_memory_and_the_image_s_entry_point(monkeypatch, tmp_path, runner):
     monkeypatch.chdir(tmp_path)
-    settings = ("data.path=/data/$$x", "cluster.image=hiera:1", "cluster.gpus_per_node=1")
+    settings = ("data.path=/data/$$x", "cluster.image=hiera:1", "cluster.gpus_per_node=1", "runtime.cache_seed=/seeds")
     container = docker_request(runner, *settings)
     assert container.image == "hiera:1"
     assert container.command[:2] == ["run", "--config"]
     assert container.command[-1] == f"run.dir={tmp_path}/runs/hiera-base"
     assert "data.path=/data/$$x" in container.command
     mounts = {mount["Target"]: mount["ReadOnly"] for mount in container.kwargs["mounts"]}
-    assert mounts == {str(ROOT / "configs"): True, str(tmp_path / "runs"): False, "/data/$x": True}
+    assert mounts == {str(ROOT / "configs"): True, str(tmp_path / "runs"): False, "/data/$x": True, "/seeds": False}
     assert int(container.kwargs["shm_size"].rstrip("m")) > 1000
     assert list(tmp_path.iterdir()) == []
 

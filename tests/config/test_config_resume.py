@@ -34,6 +34,7 @@ OTHER = {
     "train.log_every": 5, "train.activation_checkpointing": "all", "train.reconstruct_every": 5,
     "checkpoint.every_steps": 5, "checkpoint.every_minutes": None, "checkpoint.keep": 5, "checkpoint.allow_changes": True,
     "runtime.device": "cpu", "runtime.nproc_per_node": 2, "runtime.allocator": "debug", "runtime.cache_dir": "/other",
+    "runtime.cache_seed": "/other",
     "runtime.threads": 1, "runtime.numa": False, "runtime.max_restarts": 0, "runtime.grace_seconds": 5,
     "runtime.collective_timeout_seconds": 5, "metrics.enabled": False, "metrics.host": "127.0.0.1", "metrics.port": 0,
     "cluster.nodes": 2, "cluster.gpus_per_node": 4, "cluster.node_type": "gh200-4", "cluster.network": "tcp",
