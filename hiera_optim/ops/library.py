@@ -146,7 +146,8 @@ def _run_backward(
         kept = _unflatten(x, saved)
     else:
         kept = ch.chain_forward(x, parameters, blocks, batch, eps, scales, rows)[1]
-    key = (tuple(specs), grad.shape, batch, grad.dtype, x.dtype, parameters[2].dtype, scales is None, rows is None)
+    tensors = (grad, x, *parameters, scales, index, slot)
+    key = (tuple(specs), batch, *(None if t is None else (t.shape, t.dtype) for t in tensors))
     with batched_sums(key, grad.device):
         grad_x = ch.chain_backward(grad, parameters, kept, blocks, batch, scales, rows, writer)
     writer.finish()

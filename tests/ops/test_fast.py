@@ -123,3 +123,16 @@ class Scale(nn.Module):
         scale = self.scales[self.calls % 2].view(-1, 1, 1)
         self.calls += 1
         return x * scale
+
+
+def test_two_input_sizes_in_one_process() -> None:
+    """Six mask units are dropped of 8 here and of 12 there: decoders of one output and two inputs."""
+    for units, name in ((8, "3d"), (12, "2d")):
+        model, reference, g, x, _ = make(name)
+        assert g.num_mask_units == units
+        mask, keep, drop = random_mask(2, units, units - 6, "cpu")
+        want = fair_loss(reference, g, x.double(), mask)
+        want.backward()
+        fast.mae_loss(model, g, x, mask, keep, drop)[0].backward()
+        worst = max(gradient_error(model, reference).items(), key=lambda item: item[1])
+        assert worst[1] < 1e-5, worst
