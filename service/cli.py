@@ -12,9 +12,9 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from service import streams
 from service.cluster.commands import COMMANDS as CLUSTER_COMMANDS
 from service.cluster.commands import add_commands
 from service.errors import EXIT_FAILED, EXIT_FINISHED, UserError
+from service.launch.processes import LAUNCHER_SIGNALS
 
 PROGRAM = "hiera-train"
 EXIT_INTERRUPTED = 130
@@ -76,8 +77,14 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and prints what went wrong to stderr."""
     streams.open_standard_files()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    mask = None
+    if not words or words[0] == "run" or words[0] not in _COMMANDS:
+        # Loading the launcher takes most of a second: until it has its handlers, a stop request waits. A process of its
+        # own never lets go again, so that nothing that comes on its way out can change its exit code.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     try:
-        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        code = _dispatch(words)
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -97,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     finally:
         streams.settle()
+        if mask is not None and arguments is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -306,6 +315,8 @@ def _shipped() -> list[str]:
 
 
 def _version() -> str:
+    from importlib import metadata
+
     try:
         return metadata.version("hiera-train")
     except metadata.PackageNotFoundError:

@@ -27,14 +27,11 @@ EXIT_WORKERS_FAILED = 3
 EXIT_AGENT_FAILED = 4
 """torchrun itself failed: rendezvous lost, a port, the store."""
 
-STOP_SIGNALS = (*processes.STOP_SIGNALS, signal.SIGHUP)
-"""What launcher and agent take: the end of a terminal stops a run in good order too."""
-
 
 def forward_signals() -> None:
     """Wait for stop signals for ever, and forward each."""
     while True:
-        forward(signal.sigwait(STOP_SIGNALS))
+        forward(signal.sigwait(processes.LAUNCHER_SIGNALS))
 
 
 def forward(number: int) -> None:
@@ -88,7 +85,7 @@ def main() -> int:
     processes.die_with_parent()
     # Blocked, not handled: the workers inherit that, so that no signal can end one before it has its handlers.
     # One thread takes what arrives.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, processes.LAUNCHER_SIGNALS)
     threading.Thread(target=forward_signals, name="signals", daemon=True).start()
     # From here on for the workers.
     os.environ[processes.PARENT_VARIABLE] = str(os.getpid())

@@ -36,7 +36,7 @@ from service.config.schema import RunConfig
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_UNRECOVERABLE
 from service.launch import environment as environments
 from service.launch import hardware, network, processes, rundir, seeding
-from service.launch.agent import EXIT_AGENT_FAILED, STOP_SIGNALS, describe_exit
+from service.launch.agent import EXIT_AGENT_FAILED, describe_exit
 from service.launch.caches import count_entries
 from service.launch.rendezvous import Rendezvous, is_loopback, preflight, resolve, route_address
 from service.launch.state import (
@@ -149,6 +149,7 @@ class Launch:
         self._kill_all()
         self.exporter.close()
         if self._old_handlers:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
             signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._old_handlers:
             signal.signal(number, handler)
@@ -162,12 +163,14 @@ class Launch:
         if threading.current_thread() is not threading.main_thread():
             return
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
+        for number in processes.LAUNCHER_SIGNALS:
             # Under nohup the launcher stays deaf to SIGHUP.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._old_handlers.append((number, signal.signal(number, self._on_stop)))
         # The handler does nothing, but the end of a child then wakes _sleep.
         self._old_handlers.append((signal.SIGCHLD, signal.signal(signal.SIGCHLD, lambda *_: None)))
+        # What came while this program was being loaded was held back (service.cli) and arrives now.
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.LAUNCHER_SIGNALS)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop_signal == 0:
@@ -199,7 +202,7 @@ class Launch:
             command = torchrun.command(self.worker_module, self.directory, max(0, left))
             # A session of its own: Ctrl-C in a terminal reaches the launcher alone, which hands it on once.
             # It starts with the stop signals blocked and takes them once it can (service.launch.agent).
-            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.LAUNCHER_SIGNALS)
             try:
                 self._agent = subprocess.Popen(
                     command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True

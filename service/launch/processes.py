@@ -17,6 +17,8 @@ from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What asks a run to write a checkpoint and leave."""
+LAUNCHER_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
+"""What launcher and torchrun's agent take: the end of a terminal stops a run in good order too."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_VARIABLE = "HIERA_PARENT"
