@@ -14,6 +14,9 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NO_HARDWARE := not gpu and not multigpu and not system
+HIERA_IMAGE ?= localhost/hiera-train:latest
+SLURM_TESTS := tests/system/test_slurm.py tests/system/test_slurm_jobs.py tests/system/test_cluster_tools.py
+CLUSTER_TESTS := $(SLURM_TESTS) tests/system/test_kube_play.py
 # One thread a process: the tests are many small ones, run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
@@ -48,12 +51,17 @@ test: $(INSTALLED) ## all tests that need no GPU and no root
 
 .PHONY: test-system
 test-system: $(INSTALLED) ## tests that need root and Debian packages (.ci/run installs those)
-	$(PYTEST) -m system --ignore tests/image --ignore tests/system/test_kube_play.py \
-	  --ignore tests/system/test_slurm.py tests
+	$(PYTEST) -m system --ignore tests/image $(CLUSTER_TESTS:%=--ignore %) tests
+
+.PHONY: test-cluster
+test-cluster: test-slurm ## test-slurm, then pods under podman kube play (root, podman, runc; make image first)
+	@podman image exists $(HIERA_IMAGE) || { echo "kube play: podman has no image $(HIERA_IMAGE); make image builds it"; exit 1; }
+	HIERA_IMAGE=$(HIERA_IMAGE) $(PYTEST) -m system tests/system/test_kube_play.py
 
 .PHONY: test-slurm
-test-slurm: $(INSTALLED) ## tests on a real three-node Slurm on this machine (root; Debian's slurmctld, slurmd, munge, iproute2)
-	$(PYTEST) -m system tests/system/test_slurm.py
+test-slurm: $(INSTALLED) ## a real three-node Slurm on this machine, torchx's nightly, kubectl (root)
+	@$(BIN)/python -m tests.system.slurm_lab --check
+	$(PYTEST) -m system $(SLURM_TESTS)
 
 .PHONY: image
 image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200; docs/container.md
@@ -61,7 +69,7 @@ image: ## build the container image with docker or buildah; PLATFORM=linux/arm64
 
 .PHONY: image-smoke
 image-smoke: $(INSTALLED) ## run the built image under podman in many ways (root; up to half an hour)
-	$(PYTEST) -m system tests/image tests/system/test_kube_play.py
+	$(PYTEST) -m system tests/image
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED) ## tests that need an NVIDIA GPU; those that need two run where there are two

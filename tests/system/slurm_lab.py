@@ -9,20 +9,24 @@ By hand: `python -m tests.system.slurm_lab` starts a cluster and a shell in it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "ip", "nsenter", "unshare", "setpriv")
+from tests.system.slurm_host import DEADLINE, PREFIX, closed_directory, missing_here, remove_network, sweep, wait_for
+
+PATIENT_SECONDS, QUICK_SECONDS = 300, 10
+"""After which a silent node is given up."""
 
 # Runs as process 1 of a node. $1: directory of the laboratory, $2: the node, $3: a closed directory to open.
 _NODE = r"""
@@ -46,21 +50,6 @@ while :; do sleep 3600 & wait $!; done
 """
 
 
-def missing_programs() -> list[str]:
-    """What of the needed programs is not installed; "root" when this user is not root."""
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    return missing if os.geteuid() == 0 else ["root", *missing]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> Any:
-    """Value of `condition` as soon as it is true; AssertionError after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain {what}"
-        time.sleep(0.2)
-    return value
-
-
 class SlurmLab:
     """A cluster of `nodes` nodes, node1, node2, …, each with `cpus` cores and `gpus` pretended GPUs."""
 
@@ -69,7 +58,7 @@ class SlurmLab:
         self.names = [f"node{number}" for number in range(1, nodes + 1)]
         self.cpus, self.gpus = cpus, gpus
         token = secrets.token_hex(2)
-        self.bridge = f"hl{token}"
+        self.bridge = PREFIX + token
         self.network = f"10.{100 + int(token[:2], 16) % 100}.{int(token[2:], 16)}"
         self.socket = directory / "munge" / "socket"
         self.conf = directory / "slurm.conf"
@@ -81,6 +70,7 @@ class SlurmLab:
             self.port = 10000 + probe.getsockname()[1] % 9000
 
     def __enter__(self) -> SlurmLab:
+        sweep()
         try:
             self._write_files()
             self._start_network()
@@ -88,7 +78,7 @@ class SlurmLab:
             self.start_controller()
             for name in self.names:
                 self.start_node(name)
-            wait_for(lambda: self.states() == dict.fromkeys(self.names, "idle"), 60, "for the nodes")
+            wait_for(lambda: self.states() == dict.fromkeys(self.names, "idle"), "for the nodes")
         except BaseException:
             self.stop()
             raise
@@ -137,10 +127,11 @@ class SlurmLab:
             # A silent node may come back by itself; one that was set down may not.
             "ReturnToService": 1,
             "SlurmctldTimeout": 10,
-            # A silent node is given up after this time.
-            "SlurmdTimeout": 15,
-            "KillWait": 10,
-            "MessageTimeout": 10,
+            # A busy machine is not a silent node; see quick_loss.
+            "SlurmdTimeout": PATIENT_SECONDS,
+            # From SIGTERM to SIGKILL: a run that is cancelled has to save on a busy machine.
+            "KillWait": 120,
+            "MessageTimeout": 60,
             "MinJobAge": 3600,
             "PropagateResourceLimits": "NONE",
         }
@@ -176,6 +167,7 @@ class SlurmLab:
 
     def _start_network(self) -> None:
         self._ip("link", "add", self.bridge, "type", "bridge")
+        self._ip("link", "set", self.bridge, "alias", f"slurm-lab of {os.getpid()}")
         self._ip("addr", "add", f"{self.network}.1/24", "dev", self.bridge)
         self._ip("link", "set", self.bridge, "up")
         for number, name in enumerate(self.names, start=10):
@@ -204,7 +196,8 @@ class SlurmLab:
     def _spawn(self, name: str, command: Sequence[str]) -> None:
         with (self.directory / f"log/{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                command,
+                # Nothing outlives this process, however it ends.
+                ["setpriv", "--pdeathsig", "KILL", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -221,12 +214,12 @@ class SlurmLab:
             f"--log-file={here}/log/munge.log",
         ]
         self._spawn("munged", [*command, f"--seed-file={here}/munge/seed", "--num-threads=2"])
-        wait_for(self.socket.exists, 20, "for munged")
+        wait_for(self.socket.exists, "for munged")
 
     def start_controller(self) -> None:
         """Start slurmctld with the state it left."""
         self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.conf)])
-        wait_for(lambda: "UP" in self.run("scontrol", "ping", check=False), 30, "for slurmctld")
+        wait_for(lambda: "UP" in self.run("scontrol", "ping", check=False), "for slurmctld")
 
     def stop_controller(self) -> None:
         """End slurmctld; jobs go on."""
@@ -235,7 +228,7 @@ class SlurmLab:
     def start_node(self, node: str) -> None:
         """Switch a node on."""
         (self.directory / "spool" / node).mkdir(exist_ok=True)
-        closed = _closed_directory()
+        closed = closed_directory()
         # --kill-child: the end of `unshare` is the end of everything on the node, as of a power cut.
         isolate = [
             "unshare",
@@ -254,6 +247,20 @@ class SlurmLab:
         """Power cut; the cable is pulled first, so that no connection is closed in order."""
         self.cut(node)
         self._end(node, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def quick_loss(self) -> Iterator[None]:
+        """Inside, Slurm gives a silent node up after QUICK_SECONDS."""
+        self._set_timeout(QUICK_SECONDS)
+        try:
+            yield
+        finally:
+            self._set_timeout(PATIENT_SECONDS)
+
+    def _set_timeout(self, seconds: int) -> None:
+        text = re.sub(r"(?m)^SlurmdTimeout=.*$", f"SlurmdTimeout={seconds}", self.conf.read_text())
+        self.conf.write_text(text)
+        self.run("scontrol", "reconfigure")
 
     def _end(self, name: str, number: signal.Signals) -> None:
         process = self._daemons.pop(name, None)
@@ -275,17 +282,14 @@ class SlurmLab:
             self._end(name, signal.SIGKILL)
         self._end("slurmctld", signal.SIGTERM)
         self._end("munged", signal.SIGTERM)
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", f"{self.bridge}-{name}"], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", self.cable(name)], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+        remove_network(self.bridge)
 
     # Use
 
     def run(self, *command: str, check: bool = True, **options: Any) -> str:
         """Output of a command of Slurm on this machine."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False, **options
+            command, env=self.environment, capture_output=True, text=True, timeout=DEADLINE, check=False, **options
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -314,24 +318,39 @@ class SlurmLab:
         text = self.run("scontrol", "show", "job", "-o", job, check=False)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait_job(self, job: str, *states: str, seconds: float = 120, hurry: bool = True) -> dict[str, str]:
+    def wait_job(self, job: str, *states: str) -> dict[str, str]:
         """Wait until a job is in one of the states; a requeued job does not wait out Slurm's two minutes."""
 
         def look() -> dict[str, str] | None:
             now = self.job(job)
             if now.get("JobState") in states:
                 return now
-            if hurry and now.get("JobState") == "PENDING" and now.get("Reason") == "BeginTime":
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            self._hurry(job, now)
             return None
 
-        found: dict[str, str] = wait_for(look, seconds, f"for job {job} to be {states}: {self.job(job)}")
+        try:
+            found: dict[str, str] = wait_for(look)
+        except AssertionError:
+            raise AssertionError(f"waited {DEADLINE:g} s for job {job} to be {states}: {self.job(job)}") from None
         return found
 
-    def wait_idle(self, *nodes: str, seconds: float = 60) -> None:
+    def _hurry(self, job: str, now: dict[str, str]) -> None:
+        """Start a requeued job soon: Slurm holds it back for 120 s.
+
+        Not at once: a node refuses a job that was revoked there within the same second ("Job credential
+        revoked"), which is what Slurm's delay is for. What is PENDING has left all nodes.
+        """
+        try:
+            begin = time.mktime(time.strptime(now.get("EligibleTime", ""), "%Y-%m-%dT%H:%M:%S"))
+        except ValueError:
+            return
+        if now.get("JobState") == "PENDING" and begin > time.time() + 5:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=False)
+
+    def wait_idle(self, *nodes: str) -> None:
         """Wait until nodes have no job."""
         wanted = nodes or tuple(self.names)
-        wait_for(lambda: all(self.states().get(name) == "idle" for name in wanted), seconds, "for idle nodes")
+        wait_for(lambda: all(self.states().get(name) == "idle" for name in wanted), "for idle nodes")
 
     def processes(self, mark: str) -> list[str]:
         """Command lines on this machine, the nodes included, that contain a text."""
@@ -347,17 +366,12 @@ class SlurmLab:
         return found
 
 
-def _closed_directory() -> str:
-    """The interpreter's directory if it lies in a home that others may not enter, else an empty text."""
-    base = Path(sys.base_prefix).resolve()
-    home = Path("/", *base.parts[1:2])
-    if home.stat().st_mode & 0o005 == 0o005:
-        return ""
-    return str(Path("/", *base.parts[1:3]))
-
-
 def main() -> None:
-    """Start a cluster and a shell in it."""
+    """Start a cluster and a shell in it; with --check only say what is missing for one."""
+    if problem := missing_here():
+        sys.exit(f"no Slurm cluster can be made here: {problem}")
+    if sys.argv[1:] == ["--check"]:
+        return
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as directory, SlurmLab(Path(directory)) as lab:
         print(f"SLURM_CONF={lab.conf}; the cluster ends with this shell")
         subprocess.run([os.environ.get("SHELL", "/bin/bash")], env=lab.environment, check=False)

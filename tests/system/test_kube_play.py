@@ -20,7 +20,7 @@ import yaml
 from service.cluster import kubernetes, kustomize
 from service.cluster.job import make_job
 from service.config.load import load_config
-from tests.system.slurm_lab import wait_for
+from tests.system.slurm_host import DEADLINE, wait_for
 
 IMAGE = os.environ.get("HIERA_IMAGE", "localhost/hiera-train:latest")
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
@@ -34,7 +34,7 @@ def image_is_here() -> bool:
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not image_is_here(), reason=f"needs root, podman, runc and the image {IMAGE}"),
 ]
 
@@ -65,9 +65,11 @@ class Player:
         done = subprocess.run(
             [*PODMAN, *arguments],
             env=self.environment,
+            # Where conmon leaves files of its own.
+            cwd=self.directory,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=DEADLINE,
             check=False,
         )
         assert not check or done.returncode == 0, done.stdout + done.stderr
@@ -100,10 +102,10 @@ class Player:
             self.podman("kube", "play", "--network", where, "--log-driver", "k8s-file", str(file))
         return [f"{name}-{index}-{kubernetes.CONTAINER}" for index in range(nodes)]
 
-    def wait(self, container: str, seconds: float = 120) -> int:
+    def wait(self, container: str) -> int:
         """Exit code of a container."""
         inspect = ("inspect", container, "--format", "{{.State.Status}} {{.State.ExitCode}}")
-        wait_for(lambda: self.podman(*inspect).startswith("exited"), seconds, self.podman("logs", container))
+        wait_for(lambda: self.podman(*inspect).startswith("exited"), f"for {container}")
         return int(self.podman(*inspect).split()[1])
 
     def close(self) -> None:
@@ -141,7 +143,7 @@ def test_two_pods_find_each_other(player):
 
 def test_a_pod_that_is_deleted_saves_and_says_so(player):
     (container,) = player.play(1, "train.steps=100000", "train.log_every=10")
-    wait_for(lambda: "step 10/" in player.podman("logs", container), 120, "for the first steps")
+    wait_for(lambda: "step 10/" in player.podman("logs", container), "for the first steps")
     player.podman("stop", "--time", "60", container)
     assert player.wait(container) == 75, player.podman("logs", container)
     assert "stopped at step" in player.podman("logs", container)
