@@ -250,14 +250,11 @@ class TrainStep:
             self._restore(saved)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self._graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool, **self._capture_options()):
+        # only this thread's calls count: others pin memory for the next batches, and NCCL's watchdog queries events
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             body()
         # recording runs nothing, so the state is still as restored
         return graph
-
-    def _capture_options(self) -> dict[str, Any]:
-        # NCCL's watchdog thread may query events while this thread records: only this thread's calls count
-        return {"capture_error_mode": "thread_local"} if self._reducer.world_size > 1 else {}
 
     def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
         tensors = [*self.optimizer.buffers(), self._loss_sum, self._report]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,6 +136,31 @@ def test_an_error_in_the_step_leaves_a_usable_object(at: int, monkeypatch: pytes
     assert torch.equal(run.weights, run.start)
     train(run, 3)
     assert torch.equal(run.weights, undisturbed.weights)
+
+
+def test_other_threads_may_pin_memory_while_the_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the threads do that read the next batches; the allocator then also asks for the events of older copies."""
+    run = trainer()
+    loss, pinned = run.step._loss, []
+
+    def pin() -> None:
+        for _ in range(4):
+            host = torch.empty(1 << 20, pin_memory=True)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                host.cuda(non_blocking=True)
+            pinned.append(host.is_pinned())
+            del host
+
+    def pinning(*args: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(pin).result()
+        return loss(*args)
+
+    monkeypatch.setattr(run.step, "_loss", pinning)
+    losses = train(run, 5)
+    assert pinned == [True] * 4
+    assert losses[-1] < losses[0]
 
 
 def test_the_learning_rate_acts_in_the_recorded_step() -> None:
