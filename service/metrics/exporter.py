@@ -202,7 +202,7 @@ class Exporter:
         """Start the endpoint; returns None, or a warning that names the address when it cannot listen."""
         try:
             self._server = _Server(self, host, port)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             return f"metrics.port: {host}:{port} cannot be used ({reason}); training goes on without /metrics"
         self.port = int(self._server.server_address[1])

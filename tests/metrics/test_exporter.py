@@ -157,7 +157,9 @@ def test_port_taken_is_a_warning_that_names_it(exporter: Exporter, host: str) ->
     assert value(exporter, "loss") == 0.5
 
 
-@pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 9400), ("203.0.113.7", 0), ("::", 99999)])
+@pytest.mark.parametrize(
+    ("host", "port"), [("no-such-host.invalid", 9400), ("203.0.113.7", 0), ("::", 99999), ("a" * 70, 9400)]
+)
 def test_impossible_address_is_a_warning(exporter: Exporter, host: str, port: int) -> None:
     warning = exporter.serve(host, port)
     assert warning is not None
