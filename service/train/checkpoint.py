@@ -307,6 +307,11 @@ class Saver:
         self._result: Saved | None = None
 
     @property
+    def size(self) -> int:
+        """Bytes of the last checkpoint that was begun, but for its header."""
+        return sum(t.numel() * t.element_size() for t in self._host.values())
+
+    @property
     def busy(self) -> bool:
         """Whether a write is still under way."""
         return self._thread is not None and self._thread.is_alive()
@@ -359,10 +364,25 @@ class Saver:
             if event is not None:
                 event.synchronize()
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(checkpoint_path(self.folder, step), self._host, meta)
-            older = [path for s, path in list_checkpoints(self.folder) if s < step]
-            for path in older[: max(0, len(older) - (self.keep - 1))]:
-                path.unlink(missing_ok=True)
+            try:
+                write_checkpoint(checkpoint_path(self.folder, step), self._host, meta)
+            except OSError as full:
+                # What would go after this save may go before it, as long as a whole one is left.
+                if full.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._surplus(step):
+                    raise
+                verify([path for s, path in list_checkpoints(self.folder) if s < step][-1])
+                self._prune(step)
+                write_checkpoint(checkpoint_path(self.folder, step), self._host, meta)
+            self._prune(step)
         except Exception as raised:  # noqa: BLE001 - whatever it is, the loop must hear of it: this thread ends here
             error = raised
         self._result = Saved(step, time.perf_counter() - began, error)
+
+    def _surplus(self, step: int) -> list[Path]:
+        """Checkpoints that are not kept once that of `step` is there."""
+        older = [path for s, path in list_checkpoints(self.folder) if s < step]
+        return older[: max(0, len(older) - (self.keep - 1))]
+
+    def _prune(self, step: int) -> None:
+        for path in self._surplus(step):
+            path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ interruption.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from contextlib import closing
@@ -19,7 +20,7 @@ import torch
 
 from service.config.schema import RunConfig
 from service.data.hashing import derive
-from service.errors import EXIT_FAILED, UserError
+from service.errors import TrainingError, UserError
 from service.metrics.client import MetricsClient
 from service.train.checkpoint import Saver
 from service.train.evaluate import evaluate
@@ -34,6 +35,8 @@ from service.train.workers import BoundaryVote, Workers, join_workers, shorten_t
 STEPS_AHEAD = 2
 """Optimizer steps that the host may enqueue before an older one is done: enough that the GPU never idles, few
 enough that input buffers do not pile up and a stop signal takes effect soon."""
+LAST_SAVE_DELAYS = (5.0, 15.0, 40.0)
+"""Seconds between attempts to write the last checkpoint of a complete run: time for somebody to make room."""
 DROP_PATH = 101
 """Names stochastic depth among the uses of the run's seed."""
 
@@ -153,6 +156,14 @@ def train(config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsC
             save(run, saver, step, log)
         written = saver.wait()
         stored = written is None or report.saved(written)
+        for delay in LAST_SAVE_DELAYS:
+            if stored or step < total or stop.number:
+                break
+            console.warn(f"trying again in {delay:g} s, since nothing else holds the last steps")
+            time.sleep(min(delay, config.runtime.collective_timeout_seconds / 4))
+            save(run, saver, step, log)
+            written = saver.wait()
+            stored = written is not None and report.saved(written)
         if step < total:
             lost = "" if stored else "; its checkpoint could not be written, an older one is there"
             reason = f"stopped by {signal_name(vote.stop_signal)} after step {step}{lost}"
@@ -160,12 +171,22 @@ def train(config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsC
         # Only rank 0 knows whether its disk took the checkpoint; no node may call the run finished without it.
         (stored_by_first,) = workers.from_first([int(stored)])
         if not stored_by_first:
-            raise UserError(
-                f"training is complete, but its last checkpoint could not be written to {run.checkpoints};\n"
-                "make room and run the same command again",
-                EXIT_FAILED,
+            # Not a failure that a restart cures: it would train the last steps again, only to end here.
+            raise TrainingError(
+                f"training is complete, but its last checkpoint could not be written to {run.checkpoints}"
+                f"{room(run.checkpoints, saver.size)};\n"
+                "make room and run the same command again: it goes on from the checkpoint before"
             )
         return Outcome("finished", step)
+
+
+def room(folder: Path, size: int) -> str:
+    """What a checkpoint of `size` bytes needs and what is free, as an apposition; empty where that is unknown."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f", which needs {size / 1e6:.3g} MB and has {free / 1e6:.3g} MB free" if size > free else ""
 
 
 def due(step: int, every: int, total: int) -> bool:

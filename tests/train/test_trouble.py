@@ -1,6 +1,7 @@
 """What goes wrong in a run ends in one or two lines, the right exit code, and intact checkpoints."""
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -8,6 +9,7 @@ import resource
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from runs import Start, events_of, make_config, make_run, run_to_end, state_of, wait_for_step
 
 from hiera_optim.training import TrainStep
-from service.train import checkpoint
+from service.train import checkpoint, loop
 from service.train.checkpoint import list_checkpoints, load_tensors, verify
 
 
@@ -93,8 +95,13 @@ def test_a_truncated_newest_checkpoint_falls_back_and_ends_the_same(tmp_path):
     assert mine.keys() == theirs.keys()
 
 
+def impatient():
+    loop.LAST_SAVE_DELAYS = (0.01, 0.01)
+
+
 def small_files(_rank):
     """Files of this process may not grow past 8 KiB, which a checkpoint does: a write fails in the middle."""
+    impatient()
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 
 
@@ -102,7 +109,9 @@ def test_checkpoints_that_cannot_be_written_do_not_stop_training(tmp_path):
     folder = make_run(tmp_path, make_config(train={"steps": 3}))
     run_to_end(folder)
     codes, output = Start(make_run(folder, make_config()), before=small_files).finish()
-    assert codes == [1], output
+    # Not 1, after which torchrun would train the last steps again and again.
+    assert codes == [70], output
+    assert output.count("trying again") == 2
     assert "could not write" in output
     assert "File too large" in output
     state = state_of(folder)
@@ -114,29 +123,81 @@ def test_checkpoints_that_cannot_be_written_do_not_stop_training(tmp_path):
     assert state_of(folder)["status"] == "finished"
 
 
-@pytest.mark.system
-def test_a_full_disk_does_not_stop_training():
+def full_at_first(errors):
+    """A disk that is full for so many writes of checkpoints."""
+    impatient()
+    write, left = checkpoint.write_checkpoint, [errors]
+
+    def refuse(path, tensors, meta):
+        if left[0] and meta["step"] == 12:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, tensors, meta)
+
+    checkpoint.write_checkpoint = refuse
+
+
+def full_thrice(_rank):
+    full_at_first(3)
+
+
+def test_the_last_checkpoint_is_tried_again_rather_than_trained_again(tmp_path):
+    folder = make_run(tmp_path, make_config())
+    codes, output = Start(folder, 2, before=full_thrice).finish()
+    assert codes == [0, 0], output
+    assert "free some space" in output
+    assert "trying again" in output
+    assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [9, 12]
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """A folder on a disk of `size` bytes, and what makes it large."""
     disk = Path(tempfile.mkdtemp())
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     try:
-        folder = make_run(disk / "run", make_config(train={"steps": 200}))
-        start = Start(folder)
-        wait_for_step(folder, 3)
-        ballast = disk / "ballast"
-        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-        codes, output = start.finish()
-        assert codes == [1], output
-        assert "No space left on device; free some space" in output
-        for _, path in list_checkpoints(folder / "checkpoints"):
-            verify(path)
-        assert not list((folder / "checkpoints").glob(".*"))
-        ballast.unlink()
-        run_to_end(folder)
+        yield disk, partial(subprocess.run, ["mount", "-o", "remount,size=64m", str(disk)], check=True)
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
         disk.rmdir()
+
+
+def impatient_rank(_rank):
+    impatient()
+
+
+@pytest.fixture(scope="module")
+def checkpoint_size(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("size"), make_config(train={"steps": 3}))
+    run_to_end(folder)
+    return list_checkpoints(folder / "checkpoints")[-1][1].stat().st_size
+
+
+@pytest.mark.system
+def test_a_full_disk_does_not_stop_training_and_ends_it_without_a_restart(checkpoint_size):
+    with disk_of(int(1.5 * checkpoint_size)) as (disk, enlarge):
+        folder = make_run(disk / "run", make_config())
+        codes, output = Start(folder, before=impatient_rank).finish()
+        assert codes == [70], output
+        assert "No space left on device; free some space" in output
+        reason = state_of(folder)["reason"]
+        assert re.search(rf"written to {folder}/checkpoints, which needs [\d.]+ MB and has [\d.]+ MB free;\n", reason)
+        assert reason.count("\n") == 1
+        ((step, path),) = list_checkpoints(folder / "checkpoints")
+        verify(path)
+        assert step == 3
+        assert not list((folder / "checkpoints").glob(".*"))
+        enlarge()
+        assert "resuming from step-00000003" in run_to_end(folder)
+
+
+@pytest.mark.system
+def test_a_disk_with_room_for_two_checkpoints_is_enough(checkpoint_size):
+    """The oldest goes before the new one is written, when it cannot go after."""
+    with disk_of(int(2.6 * checkpoint_size)) as (disk, _):
+        folder = make_run(disk / "run", make_config())
+        run_to_end(folder)
+        assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [9, 12]
 
 
 def slow_disk(_rank):
