@@ -10,7 +10,7 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 """A failure that a retry may cure: a lost node, a CUDA error, a worker killed from outside."""
 EXIT_UNRECOVERABLE = 70
-"""Training failed in a way that a retry will not cure: non-finite loss, too many unreadable files."""
+"""Training failed in a way that a retry will not cure: non-finite loss, unreadable files, a full disk."""
 EXIT_STOPPED = 75
 """Stopped on request after a checkpoint; the same command goes on from there (EX_TEMPFAIL)."""
 EXIT_CONFIG = 78
