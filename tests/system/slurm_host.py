@@ -55,6 +55,8 @@ _KERNEL = (
 
 def missing_here() -> str:
     """What of this machine's programs, rights or kernel is missing, in one line; empty when nothing is."""
+    if os.geteuid():
+        return "it takes root"
     if programs := missing_programs():
         return f"missing: {', '.join(programs)} (Debian: slurmctld slurmd slurm-client munge iproute2 util-linux)"
     token = f"{PREFIX}t{secrets.token_hex(2)}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.slurm_host import needs_slurm, wait_for
+from tests.system.slurm_host import needs_slurm, sweep, wait_for
 from tests.system.slurm_runs import HOSTILE, arguments_of, job_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600), needs_slurm]
@@ -124,3 +126,29 @@ def test_by_hand_as_the_readme_says(place, stub):
     place.lab.wait_job(job, "COMPLETED")
     got = (place.directory / f"arguments-{job}-0").read_text().split("\0")[:-1]
     assert got == ["run", "--config", "configs/base.yaml", "--set", "data.path=/x y"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.system.slurm_lab import SlurmLab
+with SlurmLab(Path(sys.argv[1]), nodes=1) as lab:
+    print(lab.bridge, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_cluster_whose_tests_are_killed_leaves_nothing(lab, tmp_path):
+    """No daemon outlives them; the network is removed by the next cluster."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "lab")]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
+        bridge = process.stdout.readline().strip()
+        assert lab.processes(f"{tmp_path}/lab/slurm.conf")
+        process.kill()
+    wait_for(lambda: not lab.processes(f"{tmp_path}/lab"), "for the daemons to end")
+    networks = [["ip", "netns", "list"], ["ip", "link"]]
+    assert all(bridge in lab.run(*command) for command in networks)
+    sweep()
+    assert not any(bridge in lab.run(*command) for command in networks)
+    # A cluster that is in use stays.
+    assert all(lab.bridge in lab.run(*command) for command in networks)
