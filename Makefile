@@ -68,8 +68,14 @@ image: ## build the container image with docker or buildah; PLATFORM=linux/arm64
 	docker/build.sh $(ARGS)
 
 .PHONY: image-smoke
-image-smoke: $(INSTALLED) ## run the built image under podman in many ways (root; up to half an hour)
+image-smoke: $(INSTALLED) ## run the built image under podman in many ways (root)
 	$(PYTEST) -m system tests/image
+
+.PHONY: test-image
+test-image: $(INSTALLED) ## build the image with buildah, then image-smoke (root, Debian's podman; a quarter of an hour)
+	tests/image/preflight.sh
+	ENGINE=buildah docker/build.sh $(ARGS)
+	$(MAKE) image-smoke
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED) ## tests that need an NVIDIA GPU; those that need two run where there are two

@@ -37,6 +37,18 @@ if [ "$engine" = buildah ] && [ -z "$base" ] && [ "$(id -u)" = 0 ] && command -v
   base=debootstrap
 fi
 pull=()
+if [ "$base" = debootstrap ] && [[ $platform == *,* ]]; then
+  # Each architecture has a base of its own; the images come together under one name.
+  for one in ${platform//,/ }; do
+    BASE_IMAGE=debootstrap PLATFORM=$one IMAGE=$image-${one##*/} ENGINE=$engine "$here/build.sh" "$@"
+  done
+  buildah manifest rm "$image" >/dev/null 2>&1 || true
+  buildah manifest create "$image"
+  for one in ${platform//,/ }; do
+    buildah manifest add "$image" "$image-${one##*/}"
+  done
+  exit
+fi
 if [ "$base" = debootstrap ]; then
   if [ "$engine" != buildah ]; then
     echo "build.sh: BASE_IMAGE=debootstrap needs ENGINE=buildah" >&2
@@ -64,12 +76,16 @@ lend() { # lend ID FILE
 }
 
 # pip: index and options of this machine; wheels on its disk are hard-linked into a build context of their own.
-if command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1; then
-  python3 "$here/local_wheels.py" --pip-conf >"$lent/pip.conf"
-  lend pip-conf "$lent/pip.conf"
-  PIP_FIND_LINKS="${WHEELS:-} ${PIP_FIND_LINKS:-}" \
-    python3 "$here/local_wheels.py" "$lent/wheels" "$here"/requirements-*.lock
-fi
+# Debian's python3 may be without pip.
+for python in python3 "$root/.venv/bin/python"; do
+  if command -v "$python" >/dev/null && "$python" -m pip --version >/dev/null 2>&1; then
+    "$python" "$here/local_wheels.py" --pip-conf >"$lent/pip.conf"
+    lend pip-conf "$lent/pip.conf"
+    PIP_FIND_LINKS="${WHEELS:-} ${PIP_FIND_LINKS:-}" \
+      "$python" "$here/local_wheels.py" "$lent/wheels" "$here"/requirements-*.lock
+    break
+  fi
+done
 # apt: the sources, for the base image that was made here without any.
 if [ ${#pull[@]} -gt 0 ]; then
   # shellcheck disable=SC2016 # apt's own placeholders

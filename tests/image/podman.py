@@ -5,10 +5,13 @@ The image is what docker/build.sh made; HIERA_IMAGE names another one.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
+import shutil
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +21,8 @@ from typing import Any
 IMAGE = os.environ.get("HIERA_IMAGE", "localhost/hiera-train:latest")
 # runc: Debian's crun fails without systemd. Limits are named, since podman's defaults exceed what root has here.
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
+LABEL = f"hiera-test={uuid.uuid4().hex}"
+"""On all that this process starts, so that `sweep` finds it."""
 SHORT = ("--set", "train.steps=40", "--set", "train.eval_every=0", "--set", "checkpoint.every_steps=20")
 """Arguments that cut the quick start to seconds; its warm-up takes 30 steps."""
 
@@ -31,17 +36,41 @@ HARDENED = (
 )
 """What a careful cluster gives a container."""
 
+_work: list[str] = []
+
+
+def work_directory() -> str:
+    """Where podman is run: conmon leaves a file `oom` there when a container hits its memory limit."""
+    if not _work:
+        _work.append(tempfile.mkdtemp(prefix="hiera-podman-"))
+        atexit.register(shutil.rmtree, _work[0], ignore_errors=True)
+    return _work[0]
+
 
 def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run podman with further arguments."""
     answer = subprocess.run(
-        [*PODMAN, *arguments], capture_output=True, text=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL
+        [*PODMAN, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        cwd=work_directory(),
     )
     assert not check or answer.returncode == 0, f"podman {' '.join(arguments)}: {answer.stderr}"
     return answer
 
 
-def _limits() -> list[str]:
+def sweep() -> None:
+    """Remove the containers that a test of this process has left, after a time limit say."""
+    left = podman("ps", "--all", "--quiet", "--filter", f"label={LABEL}").stdout.split()
+    if left:
+        podman("rm", "--force", "--ignore", "--time", "0", *left)
+
+
+def limits() -> list[str]:
+    """Options for the limits on files and processes."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     most = int(Path("/proc/sys/kernel/pid_max").read_text(encoding="ascii"))
@@ -52,7 +81,7 @@ def _limits() -> list[str]:
 def run_arguments(*options: str) -> list[str]:
     """Arguments of `podman run` up to the image."""
     # Health checks are run by hand: podman leaves their timing to systemd.
-    return ["run", "--pull=never", *_limits(), *options, IMAGE]
+    return ["run", "--pull=never", f"--label={LABEL}", *limits(), *options, IMAGE]
 
 
 def run(*arguments: str, options: Sequence[str] = (), timeout: float = 600) -> subprocess.CompletedProcess[str]:
@@ -124,6 +153,11 @@ class Container:
     def execute(self, *command: str, check: bool = True) -> str:
         """stdout of a command inside."""
         return podman("exec", self.name, *command, check=check).stdout
+
+    def call(self, *command: str) -> tuple[int, str]:
+        """Exit code and stderr of a command inside."""
+        answer = podman("exec", self.name, *command, check=False, timeout=300)
+        return answer.returncode, answer.stderr
 
     def processes(self) -> list[tuple[int, str, str]]:
         """(pid, state, command line) of every process inside but the one that looks."""

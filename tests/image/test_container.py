@@ -199,6 +199,24 @@ def test_build_for_both_architectures(engines: dict[str, str], tmp_path: Path) -
     assert "--tag" not in call
 
 
+def test_build_for_both_architectures_on_bases_made_here(engines: dict[str, str], tmp_path: Path) -> None:
+    """Each architecture on its own base; then both under one name."""
+    # A debootstrap that is not called: the bases exist, says the pretended buildah.
+    both = {"PLATFORM": "linux/amd64,linux/arm64", "IMAGE": "hiera-train:1", "BASE_IMAGE": "debootstrap"}
+    build(engines, tmp_path, ENGINE="buildah", **both)
+    calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
+    builds = [call for call in calls if call.startswith("buildah build ")]
+    for arch, call in zip(("amd64", "arm64"), builds, strict=True):
+        assert f"BASE_IMAGE=localhost/hiera-base:bookworm-{arch}" in call
+        assert f"--platform linux/{arch}" in call
+        assert f"--tag hiera-train:1-{arch}" in call
+    assert calls[-3:] == [
+        "buildah manifest create hiera-train:1",
+        "buildah manifest add hiera-train:1 hiera-train:1-amd64",
+        "buildah manifest add hiera-train:1 hiera-train:1-arm64",
+    ]
+
+
 def test_build_on_another_base(engines: dict[str, str], tmp_path: Path) -> None:
     call = build(engines, tmp_path, BASE_IMAGE="nvidia/pytorch:x", TORCH="base")
     assert "--build-arg BASE_IMAGE=nvidia/pytorch:x" in call

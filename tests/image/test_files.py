@@ -48,8 +48,8 @@ def test_hadolint() -> None:
 
 
 def test_shellcheck() -> None:
-    scripts = sorted(DOCKER.glob("*.sh"))
-    assert len(scripts) >= 5
+    scripts = [*sorted(DOCKER.glob("*.sh")), DOCKER.parent / "tests/image/preflight.sh"]
+    assert len(scripts) >= 6
     answer = subprocess.run([tool("shellcheck"), *scripts], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sysconfig
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,12 @@ def test_no_build_tools_caches_or_settings_are_left(tree: Path) -> None:
     assert not (tree / "work").exists()
 
 
-def test_size(image: dict[str, Any]) -> None:
+def test_size(image: dict[str, Any], measured: Callable[[str], None]) -> None:
     """The floor is torch's own: its wheels and what they require, as pip installs them."""
     code = (DOCKER.parent / "tests/image/measure.py").read_text(encoding="utf-8")
     total = image["Size"] / 1e6
     floor, left, others = (megabytes / 1e6 for megabytes in json.loads(python(code).stdout).values())
-    print(
+    measured(
         f"image {total:.0f} MB; torch's wheels {floor:.0f} MB, so {total - floor:.0f} MB more; "
         f"{floor - left:.0f} MB of the wheels left out, other packages {others:.0f} MB, "
         f"system and compilers {total - left - others:.0f} MB"
@@ -121,7 +121,7 @@ def test_pip_check(image: dict[str, Any]) -> None:
     assert problems in ([], ["No broken requirements found."]), answer.stdout + answer.stderr
 
 
-def test_compilers_and_shared_cache(volumes: Volumes) -> None:
+def test_compilers_and_shared_cache(volumes: Volumes, measured: Callable[[str], None]) -> None:
     """Inductor compiles for the user of a hardened container; two at once on an empty cache; a third one reuses it."""
     options = [
         *HARDENED,
@@ -136,7 +136,7 @@ def test_compilers_and_shared_cache(volumes: Volumes) -> None:
     answer = run("-c", COMPILE, options=options)
     assert answer.returncode == 0, answer.stderr
     warm = json.loads(answer.stdout.splitlines()[-1])
-    print(f"compiling: {cold['seconds']:.1f} s with an empty cache, {warm['seconds']:.1f} s with a filled one")
+    measured(f"compiling: {cold['seconds']:.1f} s with an empty cache, {warm['seconds']:.1f} s with a filled one")
     assert cold["uid"] == warm["uid"] == 54321
     assert warm["hits"] == 1
     # Triton builds a C extension against Python.h for its driver; the same is done here without a GPU.
@@ -145,6 +145,32 @@ def test_compilers_and_shared_cache(volumes: Volumes) -> None:
     build = f"printf '{source}' | gcc -x c - -o /cache/probe {flags} && /cache/probe"
     answer = run("-c", build, options=[*HARDENED, "--entrypoint", "bash", volumes("/cache")])
     assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("limits", "line"),
+    [
+        (["setpriv", "--bounding-set=-net_admin"], "podman starts no container here (root needs"),
+        (["setpriv", "--bounding-set=-sys_admin"], "CAP_SYS_ADMIN is missing"),
+        (["setpriv", "--reuid=54321", "--clear-groups"], "need root"),
+        (["env", "PREFLIGHT_SECONDS=0.01"], "no answer in 0.01 s"),
+        (["env", "HIERA_IMAGE=localhost/none:none", "PREFLIGHT_GIB=100000"], "GiB free; building"),
+        (["env"], None),
+    ],
+)
+def test_preflight_says_what_a_machine_lacks(
+    image: dict[str, Any], limits: list[str], line: str | None, tmp_path: Path
+) -> None:
+    """In one line, before the build."""
+    script = tmp_path / "preflight.sh"
+    script.write_bytes((DOCKER.parent / "tests/image/preflight.sh").read_bytes())
+    for place in (tmp_path, *tmp_path.parents[:2], script):
+        place.chmod(0o755)
+    answer = subprocess.run([*limits, "bash", str(script)], capture_output=True, text=True, check=False, timeout=200)
+    assert answer.returncode == (line is not None)
+    assert answer.stdout == ""
+    assert answer.stderr.count("\n") == (line is not None)
+    assert (line or "") in answer.stderr
 
 
 def test_health_check_without_a_run(image: dict[str, Any]) -> None:
