@@ -34,7 +34,7 @@ def make_runner() -> Any:
         if (error.name or "").split(".")[0] != "torchx":
             raise
         raise UserError(
-            "torchx is not installed: pip install 'hiera-train[torchx]'; "
+            "torchx is not installed: pip install 'torchx>=0.7,<0.9'; "
             "without it, pipe hiera-train render into sbatch or kubectl apply -f -"
         ) from None
     from torchx.schedulers import local_scheduler

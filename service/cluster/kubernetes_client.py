@@ -51,7 +51,7 @@ class Client:
         try:
             from kubernetes import client, config
         except ModuleNotFoundError:
-            raise UserError("the kubernetes client is not installed: pip install 'hiera-train[kubernetes]'") from None
+            raise UserError("the kubernetes client is not installed: pip install kubernetes") from None
         self._exception = client.ApiException
         self._transport_error = client.rest.urllib3.exceptions.HTTPError
         try:

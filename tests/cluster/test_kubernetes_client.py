@@ -14,6 +14,7 @@ from service.cluster import kubernetes  # noqa: E402
 from service.errors import EXIT_FAILED  # noqa: E402
 from tests.cluster.api_server import ApiServer  # noqa: E402
 from tests.cluster.golden import job  # noqa: E402
+from tests.cluster.readme import commands  # noqa: E402
 
 HANDLE = "hiera_kubernetes://hiera-train/lab:hiera-base"
 
@@ -183,3 +184,26 @@ def test_a_server_that_is_not_there_is_one_line(server, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"hiera-train: error: Kubernetes: {server.address} cannot be reached")
     assert error.count("\n") == 1
+
+
+def test_the_readme_s_commands(server, capsys, tmp_path):
+    server.write_kubeconfig(tmp_path / "kubeconfig", namespace=None)
+    install, submitted, *others = commands("Kubernetes", {})
+    assert install == ["pip", "install", ".[torchx,kubernetes]"]
+    assert main(submitted[1:]) == 0
+    handle = capsys.readouterr().out.strip()
+    template = server.objects["jobs", "default", "hiera-base"]["spec"]["template"]
+    assert template["spec"]["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+    server.objects["jobs", "lab", "hiera-base"] = server.objects["jobs", "default", "hiera-base"]
+    set_pod(server, 0, "Running")
+    del server.objects["jobs", "lab", "hiera-base"]
+    server.objects["pods", "default", "hiera-base-0-x"] = server.objects.pop(("pods", "lab", "hiera-base-0-x"))
+    server.logs = {"hiera-base-0-x": b"step 1\n"}
+    assert [words[1] for words in others] == ["status", "logs", "cancel"]
+    said = []
+    for words in others:
+        assert words[:1] + words[2:3] == ["hiera-train", handle]
+        assert main(words[1:]) == 0
+        said.append(capsys.readouterr().out)
+    assert said == [f"RUNNING  {handle}\n  pod 0 Running\n", "step 1\n", ""]
+    assert ("jobs", "default", "hiera-base") not in server.objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -207,6 +208,16 @@ def test_patches_have_every_kind_of_change():
         {"op": "remove", "path": "/g"},
         {"op": "add", "path": "/h", "value": 3},
     ]
+
+
+def test_the_pod_that_fills_the_data_claim_is_valid():
+    page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```yaml\n(apiVersion.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    pod = yaml.safe_load(text)
+    validate(pod)
+    settings = load_config("base").cluster.kubernetes
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == settings.data_claim
+    assert pod["spec"]["securityContext"]["runAsUser"] == settings.run_as_user
 
 
 def test_the_tables_of_presets_are_in_the_documentation():

@@ -162,7 +162,7 @@ def test_without_torchx_render_still_works_and_submit_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == EXIT_CONFIG
-    assert done.stderr.startswith("hiera-train: error: torchx is not installed: pip install 'hiera-train[torchx]'")
+    assert done.stderr.startswith("hiera-train: error: torchx is not installed: pip install 'torchx>=0.7,<0.9'")
     assert "#SBATCH" in done.stdout
 
 

@@ -143,7 +143,8 @@ class SlurmLab:
                 f"Gres=gpu:{self.gpus} State=UNKNOWN"
             )
             hosts.append(f"{self.network}.{number} {name}")
-        lines.append(f"PartitionName=lab Nodes={','.join(self.names)} Default=YES MaxTime=INFINITE State=UP")
+        everywhere = f"Nodes={','.join(self.names)} MaxTime=INFINITE State=UP"
+        lines += [f"PartitionName=lab {everywhere} Default=YES", f"PartitionName=gpu {everywhere}"]
         for number in range(self.gpus):
             device = self.directory / f"dev/gpu{number}"
             if not device.exists():
@@ -310,7 +311,7 @@ class SlurmLab:
 
     def states(self) -> dict[str, str]:
         """State of each node, e.g. idle."""
-        lines = self.run("sinfo", "-h", "-N", "-o", "%N %t", check=False).splitlines()
+        lines = self.run("sinfo", "-h", "-N", "-p", "lab", "-o", "%N %t", check=False).splitlines()
         return dict(line.split() for line in lines)
 
     def job(self, job: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import readme
 from tests.system.slurm_host import needs_slurm, sweep, wait_for
 from tests.system.slurm_runs import HOSTILE, arguments_of, job_of
 
@@ -126,6 +127,56 @@ def test_by_hand_as_the_readme_says(place, stub):
     place.lab.wait_job(job, "COMPLETED")
     got = (place.directory / f"arguments-{job}-0").read_text().split("\0")[:-1]
     assert got == ["run", "--config", "configs/base.yaml", "--set", "data.path=/x y"]
+
+
+def test_the_readme_s_commands(place, stub):
+    """Word for word, except that there are fewer nodes and GPUs here."""
+    stub()
+    venv = place.directory / "venv"
+    install, *commands = readme.commands("Slurm", {"VIRTUAL_ENV": str(venv)})
+    assert install == ["pip", "install", ".[torchx]"]
+    handle, said = "", {}
+    for program, name, *words in commands:
+        assert program == "hiera-train"
+        if name == "submit":
+            words[words.index("--nodes") + 1] = "2"
+            words += ["--set", "cluster.gpus_per_node=2", "--set", "cluster.environment={WANTED: '0'}"]
+        said[name] = place.hiera(
+            name, *(handle if word.startswith("hiera_slurm://") else word for word in words)
+        ).stdout
+        if name == "submit":
+            handle = said[name].strip()
+    assert list(said) == ["submit", "status", "logs", "list", "cancel"]
+    assert "gpus 0,1" in said["logs"]
+    assert handle in said["list"]
+    assert place.hiera("status", handle).stdout.startswith(f"SUCCEEDED  {handle}\n")
+    arguments = (place.directory / f"arguments-{job_of(handle)}-1").read_text().split("\0")
+    assert arguments[:2] == ["run", "--config"]
+
+
+APPTAINER = """#!/bin/bash
+[ "$1" = exec ] || exit 3
+shift
+while [[ $1 == --* ]]; do echo "option $1"; shift; done
+echo "image $1"
+shift
+exec "$@"
+"""
+
+
+def test_a_container_runs_in_each_task_and_the_script_outside(place, stub):
+    """A pretended apptainer; that the job is requeued shows that scontrol is not asked for in there."""
+    settings = stub(75, cluster__slurm__container="apptainer", cluster__image="hiera.sif")
+    apptainer = place.directory / "venv/bin/apptainer"
+    apptainer.write_text(APPTAINER)
+    apptainer.chmod(0o755)
+    job = job_of(place.submit({**settings, "cluster.slurm.max_requeues": "1"}))
+    place.lab.wait_job(job, "FAILED")
+    for node in (0, 1):
+        log = place.log(job, f"node-{node}.log")
+        assert log.count("image hiera.sif\n") == 2
+        assert f"option --bind={place.directory}:{place.directory}\n" in log
+    assert "stopped after 1 requeues" in (place.directory / f"slurm-{job}.out").read_text()
 
 
 KILLED = """
