@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,10 @@ def image() -> Iterator[dict[str, Any]]:
     answer = podman("image", "inspect", IMAGE, check=False)
     assert answer.returncode == 0, f"{IMAGE} is not in podman's storage; ENGINE=buildah docker/build.sh makes it"
     facts: dict[str, Any] = json.loads(answer.stdout)[0]
+    # TERM, as from a CI that gives up, ends the tests as Ctrl-C does: containers train on if nobody removes them.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield facts
+    signal.signal(signal.SIGTERM, before)
     sweep()
 
 

@@ -47,7 +47,7 @@ def work_directory() -> str:
     return _work[0]
 
 
-def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def podman(*arguments: str, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run podman with further arguments."""
     answer = subprocess.run(
         [*PODMAN, *arguments],
@@ -84,7 +84,7 @@ def run_arguments(*options: str) -> list[str]:
     return ["run", "--pull=never", f"--label={LABEL}", *limits(), *options, IMAGE]
 
 
-def run(*arguments: str, options: Sequence[str] = (), timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, options: Sequence[str] = (), timeout: float = 2400) -> subprocess.CompletedProcess[str]:
     """Run the image to its end; stdout and stderr are the container's."""
     name = f"hiera-test-{uuid.uuid4().hex[:10]}"
     try:
@@ -94,12 +94,12 @@ def run(*arguments: str, options: Sequence[str] = (), timeout: float = 600) -> s
         podman("rm", "--force", "--ignore", "--time", "0", name)
 
 
-def python(code: str, options: Sequence[str] = (), timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def python(code: str, options: Sequence[str] = (), timeout: float = 2400) -> subprocess.CompletedProcess[str]:
     """Run Python code in the image."""
     return run("-c", code, options=["--entrypoint", "python", *options], timeout=timeout)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 400.0, what: str = "") -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 900.0, what: str = "") -> Any:
     """Value of `condition` as soon as it is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -119,7 +119,7 @@ class Container:
         return self
 
     def __exit__(self, *_: object) -> None:
-        podman("rm", "--force", "--ignore", "--time", "0", self.name, timeout=60)
+        podman("rm", "--force", "--ignore", "--time", "0", self.name)
 
     def logs(self) -> str:
         """stdout and stderr so far."""
@@ -131,7 +131,7 @@ class Container:
         state: dict[str, Any] = json.loads(podman("inspect", self.name).stdout)[0]["State"]
         return state
 
-    def wait_for_log(self, text: str, seconds: float = 400.0) -> None:
+    def wait_for_log(self, text: str, seconds: float = 900.0) -> None:
         """Wait until the output holds `text`; fails when the container ends before."""
 
         def seen() -> bool:
@@ -141,11 +141,11 @@ class Container:
 
         wait_for(seen, seconds, f"for {text!r}")
 
-    def wait(self, seconds: float = 600.0) -> int:
+    def wait(self, seconds: float = 2400.0) -> int:
         """Exit code, once the container has ended."""
         return int(podman("wait", self.name, timeout=seconds).stdout.strip())
 
-    def stop(self, seconds: int = 60) -> int:
+    def stop(self, seconds: int = 300) -> int:
         """What `docker stop` does; returns the exit code."""
         podman("stop", "--time", str(seconds), self.name, timeout=seconds + 60)
         return int(self.state()["ExitCode"])
@@ -156,7 +156,7 @@ class Container:
 
     def call(self, *command: str) -> tuple[int, str]:
         """Exit code and stderr of a command inside."""
-        answer = podman("exec", self.name, *command, check=False, timeout=300)
+        answer = podman("exec", self.name, *command, check=False)
         return answer.returncode, answer.stderr
 
     def processes(self) -> list[tuple[int, str, str]]:

@@ -17,7 +17,7 @@ import pytest
 from tests.image.conftest import DOCKER
 from tests.image.podman import HARDENED, IMAGE, Container, Volumes, podman, python, run, wait_for
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(3000)]
 
 MAX_ADDED_MB = 400
 """What the image may weigh beyond torch's wheels and what these require."""

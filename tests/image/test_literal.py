@@ -15,7 +15,7 @@ from service.errors import EXIT_CONFIG, EXIT_FINISHED, UserError
 from tests.image.conftest import write_config
 from tests.image.podman import Container, Volumes, run, wait_for
 
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 SHELL = "a b;touch /runs/pwned $(touch /runs/pwned) `touch /runs/pwned` 'q' \"d\" & | > /runs/pwned * ? # % \\ ~"
 NAME = SHELL.replace("/", "|")

@@ -19,7 +19,7 @@ from tests.image.conftest import DOCKER
 from tests.image.podman import IMAGE, LABEL, Container, Volumes, limits, podman, wait_for
 from tests.system.test_prometheus import free_port
 
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 SMALL = {"train.epochs": "null", "train.steps": "2", "train.global_batch": "2"} | {
     "optim.warmup_epochs": "0",
@@ -53,7 +53,7 @@ def play(words: list[str], *further: str, replaced: dict[str, str] | None = None
     rest = [(replaced or {}).get(word, word) for word in words[2:]]
     rest = [IMAGE if word == "hiera-train" else word for word in rest]
     start = ["run", "--pull=never", f"--label={LABEL}", "--no-healthcheck", *limits()]
-    answer = podman(*start, *rest, *further, check=False, timeout=900)
+    answer = podman(*start, *rest, *further, check=False, timeout=2400)
     return answer.returncode, answer.stdout, answer.stderr
 
 

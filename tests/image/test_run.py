@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from tests.image.conftest import write_config
+from tests.image.conftest import DOCKER, write_config
 from tests.image.podman import HARDENED, SHORT, Container, Volumes, podman, run, wait_for
 from tests.system.test_prometheus import Prometheus, free_port
 
 # Seconds each on a quiet machine; the limits are for a machine that builds something else beside.
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 QUICKSTART = ("--config", "quickstart.yaml")
+SITE = ("--tmpfs=/runs:mode=1777", "--tmpfs=/cache:mode=1777,exec", "--env=HOME=/root", "--no-healthcheck")
 LONG = ("--set", "train.steps=100000", "--set", "train.log_every=5")
 
 
@@ -117,6 +118,21 @@ def test_stopped_and_resumed_in_a_new_container(volumes: Volumes, measured: Call
     measured(f"time to the first step: {cold:.1f} s in the first container, {warm:.1f} s in the second")
 
 
+def test_what_apptainer_and_enroot_start(image: dict[str, Any]) -> None:
+    """The definition's own lines, without an init, on a root that is read-only: TERM still saves and says 75."""
+    text = (DOCKER / "hiera-train.def").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^%(\w+)\n((?:    .*\n|\n)+)", text, re.MULTILINE))
+    assert set(sections) == {"environment", "runscript", "test"}
+    assert sections["runscript"].split()[-3:] == ["exec", "/usr/local/bin/hiera-train-container", '"$@"']
+    assert run("-c", sections["test"], options=["--entrypoint", "sh"]).stdout.startswith("hiera-train ")
+    script = sections["environment"] + sections["runscript"]
+    with Container("-c", script, "sh", *QUICKSTART, *LONG, options=[*HARDENED, *SITE, "--entrypoint", "sh"]) as site:
+        site.wait_for_log("step 5/")
+        assert not any("tini" in line for _, _, line in site.processes())
+        assert site.stop() == EXIT_STOPPED, site.logs()
+        assert "stopped at step" in site.logs()
+
+
 def test_no_process_survives_a_stop(image: dict[str, Any]) -> None:
     """In the host's process namespace nothing but the launcher itself ends torchrun and the workers."""
     mark = f"HIERA_TEST_MARK={os.urandom(8).hex()}"
@@ -194,7 +210,7 @@ def test_what_is_not_mounted_is_named(
 ) -> None:
     # A folder of root's, as Docker makes one where a bind mount has none.
     tmp_path.chmod(0o755)
-    answer = run(*arguments, options=[option.format(folder=tmp_path) for option in options], timeout=300)
+    answer = run(*arguments, options=[option.format(folder=tmp_path) for option in options])
     assert answer.returncode == EXIT_CONFIG, answer.stderr
     assert line in answer.stderr
     assert answer.stderr.count("\n") <= 2
