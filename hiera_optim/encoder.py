@@ -120,23 +120,42 @@ def embed_all(model: FairModel, geom: Geometry, x: Tensor) -> Tensor:
     return tokens + position_units(model, geom)
 
 
-def drop_path(module: nn.Module, branch: Tensor) -> Tensor:
-    """Stochastic depth of a residual branch [B, ...], drawn once a sample as FAIR draws it.
+def keep_probabilities(model: FairModel) -> list[float]:
+    """The probability that a sample keeps the branches of each encoder block."""
+    return [1.0 - float(getattr(b.drop_path, "drop_prob", 0.0) or 0.0) for b in model.blocks]
 
-    The module is applied to ones of FAIR's rank, so the draw and the scale are its own.
+
+def drop_path_scales(keep_probability: Tensor, noise: Tensor) -> Tensor:
+    """Stochastic-depth factors, 0 or 1 / keep probability: fp32 [2 * blocks, B], attention and MLP of each block.
+
+    keep_probability: [2 * blocks, 1] fp32; noise: [2 * blocks, B] uniform in [0, 1).
     """
+    return (noise < keep_probability).float() / keep_probability
+
+
+def drop_path(module: nn.Module, branch: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Stochastic depth of a residual branch [B, ...] by the factors scale [B], else drawn once a sample as FAIR does.
+
+    To draw, the module is applied to ones of FAIR's rank, so the draw and the scale are its own.
+    """
+    if scale is not None:
+        return branch * scale.to(branch.dtype).view(-1, *[1] * (branch.dim() - 1))
     if isinstance(module, nn.Identity) or not module.training:
         return branch
-    scale: Tensor = module(branch.new_ones(branch.shape[0], 1, 1))
-    return branch * scale.view(-1, *[1] * (branch.dim() - 1))
+    drawn: Tensor = module(branch.new_ones(branch.shape[0], 1, 1))
+    return branch * drawn.view(-1, *[1] * (branch.dim() - 1))
 
 
-def block_forward(block: FairModel, x: Tensor, backend: str | None, rows: Tensor | None = None) -> Tensor:
+def block_forward(
+    block: FairModel, x: Tensor, backend: str | None, rows: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
     """One HieraBlock on x [B, L, T, C]: [B, L, T / q_stride, C'].
 
     rows: None, or int64 [B, R] into L * T of a global-attention block without pooling: the only tokens whose
-    output is needed; then the result is [B, 1, R, C].
+    output is needed; then the result is [B, 1, R, C]. scales: [2, B] factors of stochastic depth (attention, MLP); None
+    to draw them.
     """
+    attention_scale, mlp_scale = scales if scales is not None else (None, None)
     attn = block.attn
     B, L, T, _ = x.shape
     pool = attn.q_stride
@@ -148,18 +167,23 @@ def block_forward(block: FairModel, x: Tensor, backend: str | None, rows: Tensor
         x = pool_max(block.proj(normed), 2, pool)
     if rows is not None:
         x = take_rows(x.flatten(1, 2), rows).unsqueeze(1)
-    x = x + drop_path(block.drop_path, attn.proj(attended).view(B, *x.shape[1:3], attn.dim_out))
-    return x + drop_path(block.drop_path, block.mlp(block.norm2(x)))
+    x = x + drop_path(block.drop_path, attn.proj(attended).view(B, *x.shape[1:3], attn.dim_out), attention_scale)
+    return x + drop_path(block.drop_path, block.mlp(block.norm2(x)), mlp_scale)
 
 
 def run_block(
-    block: FairModel, x: Tensor, backend: str | None, rows: Tensor | None = None, recompute: bool = False
+    block: FairModel,
+    x: Tensor,
+    backend: str | None,
+    rows: Tensor | None = None,
+    recompute: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`block_forward`, with its activations recomputed in backward if `recompute`."""
     if recompute and torch.is_grad_enabled():
-        result: Tensor = checkpoint(block_forward, block, x, backend, rows, use_reentrant=False)
+        result: Tensor = checkpoint(block_forward, block, x, backend, rows, scales, use_reentrant=False)
         return result
-    return block_forward(block, x, backend, rows)
+    return block_forward(block, x, backend, rows, scales)
 
 
 def run_blocks(
@@ -168,14 +192,17 @@ def run_blocks(
     backends: Sequence[str | None],
     taps: Sequence[int],
     recomputed: frozenset[int] = frozenset(),
+    scales: Tensor | None = None,
 ) -> list[Tensor]:
     """Run encoder blocks on x [B, L, T0, C] and return the outputs of the blocks numbered in `taps`.
 
-    recomputed: numbers of the blocks whose activations are recomputed in backward.
+    recomputed: numbers of the blocks whose activations are recomputed in backward. scales: see `drop_path_scales`; None
+    to draw stochastic depth anew.
     """
     tapped = []
     for i, block in enumerate(blocks):
-        x = run_block(block, x, backends[i], recompute=i in recomputed)
+        own = scales[2 * i : 2 * i + 2] if scales is not None else None
+        x = run_block(block, x, backends[i], recompute=i in recomputed, scales=own)
         if i in taps:
             tapped.append(x)
     return tapped
@@ -211,11 +238,14 @@ def fuse(model: FairModel, geom: Geometry, features: Sequence[Tensor]) -> Tensor
     return fused
 
 
-def encode(model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor) -> Tensor:
-    """Encoder of the MAE with fusion and final norm: latent [B, L, S, C], S tokens in Z-order."""
+def encode(
+    model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, scales: Tensor | None = None
+) -> Tensor:
+    """Encoder of the MAE with fusion and final norm: [B, L, S, C], S tokens in Z-order; scales: see `run_blocks`."""
     tokens = embed_kept(model, geom, x.to(embed_dtype(model, x)), mask, keep_idx)
     taps = (*geom.stage_ends[: geom.q_pool], geom.stage_ends[-1])
-    features = run_blocks(model.blocks, tokens, state_of(model).encoder_backends, taps, recomputed_blocks(model))
+    backends, recomputed = state_of(model).encoder_backends, recomputed_blocks(model)
+    features = run_blocks(model.blocks, tokens, backends, taps, recomputed, scales)
     latent: Tensor = model.encoder_norm(fuse(model, geom, features))
     return latent
 

@@ -172,16 +172,3 @@ def mae_loss(
     latent = encode(model, g, x, mask, keep_idx, slot, scales)
     pred = decode(model, g, latent, drop_idx, slot, drop_slot)
     return ops.loss(pred, x, drop_idx, tables.encode(g)), pred
-
-
-def drop_path_scales(keep_probability: Tensor, noise: Tensor) -> Tensor:
-    """Stochastic-depth factors, 0 or 1 / keep probability.
-
-    keep_probability: [2 * blocks, 1] fp32, see `tables.keep_probabilities`; noise: [2 * blocks, B] uniform in [0, 1).
-    """
-    return (noise < keep_probability).float() / keep_probability
-
-
-def keep_probabilities(model: FairModel) -> list[float]:
-    """The probability that a sample keeps the branches of each encoder block."""
-    return [1.0 - float(getattr(b.drop_path, "drop_prob", 0.0) or 0.0) for b in model.blocks]

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from hiera_optim.attention import take_rows
 from hiera_optim.dispatch import use_kernels
-from hiera_optim.encoder import batch_index, check_input, encode, run_block, state_of, unit_coordinates
+from hiera_optim.encoder import (
+    batch_index,
+    check_input,
+    encode,
+    keep_probabilities,
+    run_block,
+    state_of,
+    unit_coordinates,
+)
 from hiera_optim.geometry import FairModel, Geometry, grid_to_unit, grid_to_units
 from hiera_optim.masks import (
     check_keep_idx,
@@ -163,18 +171,36 @@ def resolve_masks(
 
 
 def predict(
-    model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, drop_idx: Tensor
+    model: FairModel,
+    geom: Geometry,
+    x: Tensor,
+    mask: Tensor,
+    keep_idx: Tensor,
+    drop_idx: Tensor,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(pred in the model's dtype, label in float32), both [B, M - L, S, F] of the masked mask units."""
-    pred = decode(model, geom, encode(model, geom, x, mask, keep_idx), keep_idx, drop_idx)
+    """(pred in the model's dtype, label in float32), both [B, M - L, S, F] of the masked mask units.
+
+    scales: fp32 [2 * encoder blocks, B] factors of stochastic depth, see `encoder.drop_path_scales`; None to draw them.
+    """
+    pred = decode(model, geom, encode(model, geom, x, mask, keep_idx, scales), keep_idx, drop_idx)
     return pred, masked_label(x, drop_idx, geom)
 
 
 def masked_loss(
-    model: FairModel, geom: Geometry, x: Tensor, mask: Tensor, keep_idx: Tensor, drop_idx: Tensor
+    model: FairModel,
+    geom: Geometry,
+    x: Tensor,
+    mask: Tensor,
+    keep_idx: Tensor,
+    drop_idx: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """The MAE loss alone, 0-d float32: what a training step needs. Nothing is checked or reordered."""
-    return mae_loss(*predict(model, geom, x, mask, keep_idx, drop_idx))
+    """The MAE loss alone, 0-d float32: what a training step needs. Nothing is checked or reordered.
+
+    The arguments are `predict`'s.
+    """
+    return mae_loss(*predict(model, geom, x, mask, keep_idx, drop_idx, scales))
 
 
 def fused_loss(
@@ -186,7 +212,7 @@ def fused_loss(
 
     scales = None
     if model.training and any(getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks):
-        scales = stochastic_depth(drop_idx, fast.keep_probabilities(model))
+        scales = stochastic_depth(drop_idx, keep_probabilities(model))
     loss, pred = fast.mae_loss(model, geom, x, mask, keep_idx, drop_idx, scales)
     return loss, pred.view(*drop_idx.shape, geom.tokens_per_unit_final, -1)
 

@@ -4,8 +4,8 @@
 and replays it. Everything that changes between steps (inputs, sample ids, learning rate, step counter) lives in
 device memory, and nothing in a step waits for the host.
 
-Masks are a function of (seed, sample id) alone, so a run gives a sample the same mask on any number of ranks, at
-any accumulation, and after a resume.
+Masks and stochastic depth are functions of (seed, sample id) alone, so a run gives a sample the same ones on any number
+of ranks, at any accumulation, and after a resume.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hiera_optim.dispatch import use_kernels
+from hiera_optim.encoder import drop_path_scales, keep_probabilities
 from hiera_optim.geometry import Geometry
 from hiera_optim.gradients import GradientReducer
+from hiera_optim.mae import masked_loss
 from hiera_optim.masks import sample_mask, sample_noise
 from hiera_optim.optim.flat import FlatOptimizer
 
@@ -54,7 +56,7 @@ class TrainStep:
         micro_batch: samples in a call.
         accumulation: calls in an optimizer step.
         mask_ratio: fraction of mask units dropped.
-        seed: seed of the masks.
+        seed: seed of the masks and of stochastic depth.
         clip_grad_norm: largest gradient norm, or None.
         precision: "bf16" computes in bfloat16, "fp32" in float32; the model's parameters must have that dtype. Labels
             are computed in fp32 from the inputs' own precision either way.
@@ -105,17 +107,20 @@ class TrainStep:
         self._grad_scale = torch.ones((), device=device)
         self._reducer = GradientReducer(optimizer, process_group=process_group)
         self._kernels = use_kernels(model, self.geometry, device)
-        self._drop_path = any(getattr(m, "drop_prob", 0.0) for m in model.modules())
+        # Where FAIR's methods are overridden, a subclass decides how stochastic depth is drawn.
+        self._drop_path = any(getattr(m, "drop_prob", 0.0) for m in model.modules()) and (
+            self._kernels or getattr(model, "_hiera_overrides", None) == frozenset()
+        )
+        keep = torch.tensor(keep_probabilities(model), dtype=torch.float32, device=device)
+        self._keep_probabilities = keep.repeat_interleave(2).unsqueeze(1)
         self._direct: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._kernels:
             # Triton is loaded only where kernels run
             from hiera_optim import fast
             from hiera_optim.ops.library import GradientSink, direct_gradients
             from hiera_optim.ops.sample_masks import sample_masks
-            from hiera_optim.tables import keep_probabilities
 
             self._fast, self._sample_masks = fast, sample_masks
-            self._keep_probabilities = keep_probabilities(tuple(fast.keep_probabilities(model)), device)
             sink = GradientSink(
                 {p.data_ptr(): p.grad for p in model.parameters() if p.grad is not None},
                 self._reducer.ready,
@@ -206,14 +211,16 @@ class TrainStep:
         geometry, model = self.geometry, self.model
         kept = geometry.num_kept_for_loss(self.mask_ratio)
         units = geometry.num_mask_units
+        scales = None
+        if self._drop_path and model.training:
+            noise = sample_noise(sample_ids, len(self._keep_probabilities), self.seed)
+            scales = drop_path_scales(self._keep_probabilities, noise.t())
         if self._kernels:
             mask, keep_idx, drop_idx, slot, drop_slot = self._sample_masks(sample_ids, units, kept, self.seed)
-            scales = None
-            if self._drop_path and model.training:
-                noise = sample_noise(sample_ids, 2 * len(model.blocks), self.seed)  # type: ignore[arg-type]
-                scales = self._fast.drop_path_scales(self._keep_probabilities, noise.t())
             return self._fast.mae_loss(model, geometry, x, mask, keep_idx, drop_idx, scales, (slot, drop_slot))[0]
-        mask, keep_idx, _ = sample_mask(sample_ids, units, kept, self.seed)
+        mask, keep_idx, drop_idx = sample_mask(sample_ids, units, kept, self.seed)
+        if scales is not None:
+            return masked_loss(model, geometry, x, mask, keep_idx, drop_idx, scales).float()
         loss: Tensor = model(x, mask_ratio=self.mask_ratio, mask=mask, keep_idx=keep_idx)[0]
         return loss.float()
 

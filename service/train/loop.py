@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from service.config.schema import RunConfig
-from service.data.hashing import derive
 from service.errors import TrainingError, UserError
 from service.metrics.client import MetricsClient
 from service.train.checkpoint import Saver
@@ -30,15 +29,13 @@ from service.train.progress import Console
 from service.train.reconstruct import draw_held_out, picture_path
 from service.train.report import Reporter, StepLog
 from service.train.signals import StopRequest, signal_name
-from service.train.workers import BoundaryVote, Workers, join_workers, shorten_timeouts
+from service.train.workers import BoundaryVote, join_workers, shorten_timeouts
 
 STEPS_AHEAD = 2
 """Optimizer steps that the host may enqueue before an older one is done: enough that the GPU never idles, few
 enough that input buffers do not pile up and a stop signal takes effect soon."""
 LAST_SAVE_DELAYS = (5.0, 15.0, 40.0)
 """Seconds between attempts to write the last checkpoint of a complete run: time for somebody to make room."""
-DROP_PATH = 101
-"""Names stochastic depth among the uses of the run's seed."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +110,6 @@ def train(config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsC
 
             # fetch and step
             began = time.perf_counter()
-            if config.model.drop_path_rate:
-                seed_step(config.run.seed, step, workers)
             run.optimizer.lr.fill_(schedule(step))
             output = None
             for _ in range(run.split.accumulation):
@@ -192,18 +187,6 @@ def room(folder: Path, size: int) -> str:
 def due(step: int, every: int, total: int) -> bool:
     """Whether something that happens every `every` steps (0: never) and at the end happens after `step`."""
     return step > 0 and (step >= total or (every > 0 and step % every == 0))
-
-
-def seed_step(seed: int, step: int, workers: Workers) -> None:
-    """Seeds a step's stochastic depth by its place, so that no generator state has to be saved.
-
-    Not torch.manual_seed: without a GPU it keeps a traceback of every call, for devices that may come later.
-    """
-    number = derive(seed, DROP_PATH, step, workers.rank) >> 1
-    if workers.device.type == "cuda":
-        torch.cuda.manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
 
 
 def save(run: Run, saver: Saver, step: int, log: StepLog) -> None:

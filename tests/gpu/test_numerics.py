@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hiera_optim import optimize
 from hiera_optim.dispatch import use_kernels
-from hiera_optim.fast import keep_probabilities
+from hiera_optim.encoder import keep_probabilities
 from hiera_optim.geometry import Geometry
 from hiera_optim.masks import random_mask
 from hiera_optim.ops.library import stochastic_depth

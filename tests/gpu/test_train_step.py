@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hiera_optim import enable_stage_checkpointing, fast
+from hiera_optim import enable_stage_checkpointing, fast, tables
+from hiera_optim.encoder import drop_path_scales, keep_probabilities
 from hiera_optim.masks import sample_mask, sample_noise
-from hiera_optim.tables import keep_probabilities
 
 from .models import batch_for, distance, fast_model, no_synchronisation, train, trainer
 
@@ -70,7 +70,7 @@ def test_stochastic_depth_is_a_function_of_the_sample_ids() -> None:
     run = trainer(lr=0.0, drop_path_rate=0.5)
     x = batch_for(run.model, 4)
     g = run.step.geometry
-    probability = keep_probabilities(tuple(fast.keep_probabilities(run.model)), x.device)
+    probability = tables.keep_probabilities(tuple(keep_probabilities(run.model)), x.device)
     seen = []
     for step in (0, 1, 2, 3, 1):
         ids = ids_of(step)
@@ -79,7 +79,7 @@ def test_stochastic_depth_is_a_function_of_the_sample_ids() -> None:
         mask, keep_idx, drop_idx = sample_mask(ids, g.num_mask_units, g.num_kept_for_loss(0.6), 0)
         noise = sample_noise(ids, len(probability), 0).t()
         with torch.no_grad():
-            scales = fast.drop_path_scales(probability, noise)
+            scales = drop_path_scales(probability, noise)
             want = fast.mae_loss(run.model, g, x, mask, keep_idx, drop_idx, scales)[0]
             without = fast.mae_loss(run.model, g, x, mask, keep_idx, drop_idx)[0]
         assert torch.equal(report.loss, want)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hiera_optim import Geometry
+from hiera_optim import Geometry, enable_stage_checkpointing
 from hiera_optim.mae import masked_loss
-from hiera_optim.masks import sample_mask
+from hiera_optim.masks import sample_mask, sample_noise
 from hiera_optim.optim import AdamW
 from hiera_optim.training import TrainStep
 
@@ -80,3 +80,50 @@ def test_an_unknown_precision_is_named() -> None:
     model = fast(mae("image"))
     with pytest.raises(ValueError, match="precision must be fp32 or bf16, not 'fp16'"):
         TrainStep(model, AdamW(model.named_parameters(), lr=1e-2), micro_batch=2, precision="fp16")
+
+
+class Scale(torch.nn.Module):
+    """Multiplies its first call by scales[0] and its second by scales[1], sample by sample."""
+
+    def __init__(self, scales: torch.Tensor) -> None:
+        super().__init__()
+        self.scales, self.calls = scales, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.scales[(self.calls - 1) % 2].view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_stochastic_depth_is_the_samples_own_and_what_fairs_blocks_make_of_it(recompute: bool) -> None:
+    """The step's loss and gradient against FAIR's code with the factors of the same hash, in any order and batch."""
+    ids = torch.tensor([5, 0, 9, 2])
+    plain = mae("drop-path")
+    model = fast(plain)
+    if recompute:
+        enable_stage_checkpointing(model, "all")
+    x, geom = batch_for(model, 4), Geometry.from_model(model)
+    optimizer = AdamW(model.named_parameters(), lr=0.0, no_decay=())
+    step = TrainStep(model, optimizer, micro_batch=4, seed=3)
+    keep = torch.tensor([1 - float(getattr(b.drop_path, "drop_prob", 0.0)) for b in plain.blocks]).repeat_interleave(2)
+    scales = (sample_noise(ids, len(keep), 3) < keep).float() / keep
+    for i, block in enumerate(plain.blocks):
+        block.drop_path = Scale(scales[:, 2 * i : 2 * i + 2].t())
+    mask = sample_mask(ids, geom.num_mask_units, geom.num_kept_for_loss(0.6), 3)[0]
+    want = plain.train()(x, 0.6, mask=mask)[0]
+    report = step(x, ids)
+    assert report is not None
+    torch.testing.assert_close(report.loss, want.detach())
+    want.backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    torch.testing.assert_close(report.grad_norm, norm, rtol=1e-4, atol=0)
+    torch.manual_seed(1)  # no generator has a say
+    losses = []
+    for half in (ids[:2], ids[2:]):
+        rows = (ids[:, None] == half).any(1)
+        half_step = TrainStep(model, optimizer, micro_batch=2, seed=3)
+        output = half_step(x[rows], ids[rows])
+        assert output is not None
+        losses.append(output.loss.clone())
+    torch.testing.assert_close(torch.stack(losses).mean(), want.detach())
+    assert step.evaluate(x, ids) != want
