@@ -10,12 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.config.data_checks import check_data
+from service.config.data_checks import check_data, check_pictures_fit
 from service.config.geometry import kept_mask_units, mask_unit_count, size_divisors
 from service.config.schema import ModelSection, RunConfig
 from service.errors import UserError
 
-PICTURE_CHANNELS = (1, 3)
 WEIGHT_SUFFIXES = (".pth", ".safetensors")
 """Files of weights, as `hiera-train export` writes them."""
 LARGEST_ON_GPU = 256
@@ -180,15 +179,7 @@ def _check_mask_ratio(model: ModelSection) -> None:
 def _check_channels(config: RunConfig) -> None:
     model, data = config.model, config.data
     if data.kind == "images":
-        if len(model.input_size) != 2:
-            raise UserError(
-                f"data.kind: images are 2-D, model.input_size {list(model.input_size)} is "
-                f"{len(model.input_size)}-D; use data.kind=array"
-            )
-        if model.in_chans not in PICTURE_CHANNELS:
-            raise UserError(
-                f"model.in_chans: {model.in_chans}, but pictures give 1 (grey) or 3 channels; use data.kind=array"
-            )
+        check_pictures_fit(model)
     for name in ("mean", "std"):
         values = getattr(data, name)
         if values is not None and len(values) != model.in_chans:

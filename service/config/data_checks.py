@@ -1,4 +1,7 @@
-"""Whether the data of a configuration is there and has the right shape, without decoding any of it."""
+"""Whether the data of a configuration is there and has the right shape, without decoding any of it.
+
+The launcher asks before it starts anything, and `service.data` again where the data is opened, on every node.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from service.config.schema import BUILTIN, RunConfig
+from service.config.schema import BUILTIN, DataSection, ModelSection, RunConfig
 from service.errors import UserError
 
 ARRAY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "u1": "uint8", "i2": "int16"}
 """numpy type codes, without byte order, that can be training data."""
+PICTURE_CHANNELS = (1, 3)
 PHOTOGRAPHS = f"{BUILTIN}photographs"
 _PHOTOGRAPH_PACKAGES = {"skimage": "scikit-image", "sklearn": "scikit-learn"}
 _MAGIC = b"\x93NUMPY"
@@ -31,28 +35,48 @@ class ArrayHeader(NamedTuple):
 
 def check_data(config: RunConfig) -> None:
     """data.path and data.val_path exist, can be read and fit the model. UserError, one line."""
-    data = config.data
+    data, model = config.data, config.model
     if data.kind == "synthetic":
         return
-    thing = "a folder of pictures" if data.kind == "images" else "a .npy file"
-    if data.path is None:
-        raise UserError(f"data.path: null, but data.kind {data.kind} needs {thing}; add --set data.path=...")
-    for field, path in (("data.path", data.path), ("data.val_path", data.val_path)):
+    for field, path in (("data.path", data_path(data)), ("data.val_path", data.val_path)):
         if path is None:
             continue
         if str(path).startswith(BUILTIN):
             _check_builtin(field, data.kind, str(path))
-            continue
-        try:
-            path.stat()
-        except FileNotFoundError:
-            raise UserError(f"{field}: {path} does not exist") from None
-        except OSError as error:
-            raise UserError(f"{field}: {path} cannot be read: {error.strerror}") from None
-        if data.kind == "images":
-            _check_folder(field, path)
+        elif data.kind == "images":
+            check_folder(field, path)
         else:
-            _check_array(field, path, (config.model.in_chans, *config.model.input_size))
+            check_array(field, path, (model.in_chans, *model.input_size))
+
+
+def data_path(data: DataSection) -> Path:
+    """data.path, which no kind but synthetic can do without. UserError, one line."""
+    if data.path is None:
+        thing = "a folder of pictures" if data.kind == "images" else "a .npy file"
+        raise UserError(f"data.path: null, but data.kind {data.kind} needs {thing}; add --set data.path=...")
+    return data.path
+
+
+def check_pictures_fit(model: ModelSection) -> None:
+    """Pictures can be samples of this model. UserError, one line."""
+    if len(model.input_size) != 2:
+        raise UserError(
+            f"data.kind: images are 2-D, model.input_size {list(model.input_size)} is {len(model.input_size)}-D; "
+            "use data.kind=array"
+        )
+    if model.in_chans not in PICTURE_CHANNELS:
+        raise UserError(
+            f"model.in_chans: {model.in_chans}, but pictures give 1 (grey) or 3 channels; use data.kind=array"
+        )
+
+
+def _check_there(field: str, path: Path) -> None:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{field}: {path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"{field}: {path} cannot be read: {error.strerror}") from None
 
 
 def _check_builtin(field: str, kind: str, name: str) -> None:
@@ -63,7 +87,9 @@ def _check_builtin(field: str, kind: str, name: str) -> None:
         raise UserError(f"{field}: {name} needs {' and '.join(missing)}: pip install 'hiera-train[quickstart]'")
 
 
-def _check_folder(field: str, path: Path) -> None:
+def check_folder(field: str, path: Path) -> None:
+    """A folder that can be listed and is not empty. UserError, one line."""
+    _check_there(field, path)
     if not path.is_dir():
         raise UserError(f"{field}: {path} is a file; data.kind images needs a folder of pictures")
     if not os.access(path, os.R_OK | os.X_OK):
@@ -73,7 +99,9 @@ def _check_folder(field: str, path: Path) -> None:
             raise UserError(f"{field}: {path} is empty")
 
 
-def _check_array(field: str, path: Path, sample: tuple[int, ...]) -> None:
+def check_array(field: str, path: Path, sample: tuple[int, ...]) -> None:
+    """A whole .npy file of numbers, of shape [N, *sample]. UserError, one line."""
+    _check_there(field, path)
     if path.is_dir():
         raise UserError(f"{field}: {path} is a folder; data.kind array needs a .npy file")
     if not path.is_file():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.config.data_checks import PHOTOGRAPHS
+from service.config.data_checks import PHOTOGRAPHS, check_pictures_fit, data_path
 from service.config.schema import DataSection, ModelSection
 from service.data import hashing
 from service.data.array import ArraySource, normalise_for, open_array
@@ -45,23 +45,13 @@ def open_data(data: DataSection, model: ModelSection, *, seed: int) -> tuple[Sou
             SyntheticSource(data.synthetic_samples, shape, seed),
             SyntheticSource(val_length, shape, hashing.derive(seed, hashing.VALIDATION)),
         )
-    if data.path is None:
-        raise UserError(f"data.path is not set and data.kind={data.kind} needs it: --set data.path=…")
     if data.kind == "array":
-        return _open_arrays(data, model, data.path)
-    return _open_pictures(data, model, data.path)
+        return _open_arrays(data, model, data_path(data))
+    return _open_pictures(data, model, data_path(data))
 
 
 def _open_pictures(data: DataSection, model: ModelSection, path: Path) -> tuple[Source, Source | None]:
-    if len(model.input_size) != 2:
-        raise UserError(
-            f"data.kind=images needs a model.input_size of two numbers, not {list(model.input_size)}; "
-            "use data.kind=array for signals and clips"
-        )
-    if model.in_chans not in (1, 3):
-        raise UserError(
-            f"data.kind=images gives 1 or 3 channels, but model.in_chans is {model.in_chans}; use data.kind=array"
-        )
+    check_pictures_fit(model)
     size = model.input_size[0], model.input_size[1]
     normalise = Normalise(model.in_chans, data.mean, data.std, full_scale=255.0)
     # Garbled EXIF is common and harmless: only the orientation is read from it.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.config.data_checks import ARRAY_DTYPES
+from service.config.data_checks import check_array
 from service.data.transforms import Normalise
 from service.errors import UserError
 
@@ -22,33 +22,12 @@ def open_array(path: Path, sample_shape: tuple[int, ...], field: str = "data.pat
     Raises:
         UserError: missing, not a .npy file, damaged, or of another shape or dtype.
     """
-    if not path.exists():
-        raise UserError(f"{field}: {path} does not exist")
-    if path.is_dir():
-        raise UserError(f"{field}: {path} is a folder; data.kind=array needs one .npy file")
-    if not path.is_file():
-        raise UserError(f"{field}: {path} is not a regular file; data.kind=array needs one .npy file")
+    check_array(field, path, sample_shape)
     try:
-        with path.open("rb") as file:
-            np.lib.format.read_magic(file)
         rows: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except PermissionError as error:
-        raise UserError(f"{field}: cannot read {path}: {error.strerror}") from None
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{field}: {path} is not a whole .npy file of numbers ({reason}); write it with numpy.save"
-        ) from None
-    if rows.dtype.newbyteorder("=").name not in ARRAY_DTYPES.values():
-        raise UserError(f"{field}: {path} holds {rows.dtype}; convert it to one of {', '.join(ARRAY_DTYPES.values())}")
-    if rows.shape[1:] != sample_shape:
-        expected = ", ".join(map(str, ("N", *sample_shape)))
-        raise UserError(
-            f"{field}: {path} has shape {list(rows.shape)}, "
-            f"but model.in_chans and model.input_size ask for [{expected}]"
-        )
-    if len(rows) == 0:
-        raise UserError(f"{field}: {path} holds no samples (its first dimension is 0)")
+        raise UserError(f"{field}: {path} cannot be mapped: {reason}; write it with numpy.save") from None
     return rows
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from service.config.data_checks import check_folder
 from service.data import hashing
 from service.data.source import held_out
 from service.data.transforms import (
@@ -94,10 +95,7 @@ def list_pictures(root: Path, field: str = "data.path") -> list[str]:
     Raises:
         UserError: root or a folder below it is missing or cannot be listed, or there is no picture.
     """
-    if not root.exists():
-        raise UserError(f"{field}: {root} does not exist")
-    if not root.is_dir():
-        raise UserError(f"{field}: {root} is not a folder; data.kind=images needs a folder of pictures")
+    check_folder(field, root)
     found: list[str] = []
     seen = {_identity(root)}
 

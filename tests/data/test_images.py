@@ -302,8 +302,9 @@ def test_a_named_pipe_is_a_bad_file_and_is_not_waited_for(tmp_path: Path) -> Non
     ("prepare", "message"),
     [
         (lambda p: None, "data.path: .* does not exist"),
-        (lambda p: p.mkdir(), "data.path: no pictures in"),
-        (lambda p: p.write_text("x"), "is not a folder"),
+        (lambda p: p.mkdir(), "data.path: .* is empty"),
+        (lambda p: (p.mkdir(), (p / "a.txt").touch()), "data.path: no pictures in"),
+        (lambda p: p.write_text("x"), "is a file; data.kind images needs a folder"),
         (lambda p: fill(p, 1), "only one picture"),
     ],
 )
@@ -346,11 +347,11 @@ def test_no_validation_and_validation_elsewhere(tmp_path: Path) -> None:
 
 def test_wrong_fields(tmp_path: Path) -> None:
     fill(tmp_path)
-    with pytest.raises(UserError, match=r"data.path is not set"):
+    with pytest.raises(UserError, match=r"data.path: null, but data.kind images needs"):
         open_data(DataSection(), MODEL, seed=0)
-    with pytest.raises(UserError, match=r"input_size of two numbers, not \[16, 32, 32\]"):
+    with pytest.raises(UserError, match=r"images are 2-D, model.input_size \[16, 32, 32\] is 3-D"):
         open_data(DataSection(path=tmp_path), ModelSection(input_size=(16, 32, 32)), seed=0)
-    with pytest.raises(UserError, match=r"model.in_chans is 4"):
+    with pytest.raises(UserError, match=r"model.in_chans: 4, but pictures give 1"):
         open_data(DataSection(path=tmp_path), ModelSection(in_chans=4), seed=0)
     with pytest.raises(UserError, match=r"data.val_path: .* does not exist"):
         open_folder(tmp_path, val_path=tmp_path / "none")
