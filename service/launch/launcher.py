@@ -12,21 +12,17 @@ in the shared run directory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import select
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from prometheus_client import CollectorRegistry
 
@@ -47,6 +43,7 @@ from service.launch.state import (
     read_state,
     write_state,
 )
+from service.launch.stopping import StopSignals
 from service.launch.torchrun import Torchrun
 from service.launch.worker import NNODES_VARIABLE, STARTED_VARIABLE, STOP_FILE_VARIABLE
 from service.metrics.client import SOCKET_VARIABLE
@@ -117,19 +114,17 @@ class Launch:
         self.nnodes, self.rank = (1, 0) if rendezvous is None else (rendezvous.nnodes, rendezvous.node_rank)
         self.attempt = secrets.token_hex(8)
         self.started = time.time()
-        self.stop_signal = 0
         self.worker_starts = 0
         self.killed = ""
         """Why the workers were killed; empty while they leave by themselves."""
         self._grace_exceeded = False
         self._peer_failed = False
         self._agent: subprocess.Popen[bytes] | None = None
-        self._old_handlers: list[tuple[int, Any]] = []
 
     def __enter__(self) -> Launch:
         self._control = rundir.private_directory(self.directory, self.rank)
         self.stop_file = self._control / "stop"
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.signals = StopSignals()
         self.exporter = Exporter(
             CollectorRegistry(),
             node_rank=self.rank,
@@ -138,7 +133,7 @@ class Launch:
         )
         self._children_before = set(processes.children(os.getpid()))
         processes.adopt_orphans()
-        self._install_handlers()
+        self.signals.install()
         before = read_state(self.directory, self.rank)
         self._write_state(State("running", before.step if before is not None else 0))
         return self
@@ -148,45 +143,13 @@ class Launch:
     ) -> None:
         self._kill_all()
         self.exporter.close()
-        if self._old_handlers:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
-            signal.set_wakeup_fd(self._old_wakeup)
-        for number, handler in self._old_handlers:
-            signal.signal(number, handler)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self.signals.remove()
         shutil.rmtree(self._control, ignore_errors=True)
-
-    # Signals
-
-    def _install_handlers(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        for number in processes.LAUNCHER_SIGNALS:
-            # Under nohup the launcher stays deaf to SIGHUP.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._old_handlers.append((number, signal.signal(number, self._on_stop)))
-        # The handler does nothing, but the end of a child then wakes _sleep.
-        self._old_handlers.append((signal.SIGCHLD, signal.signal(signal.SIGCHLD, lambda *_: None)))
-        # What came while this program was being loaded was held back (service.cli) and arrives now.
-        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.LAUNCHER_SIGNALS)
-
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_signal == 0:
-            self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait; a signal or the end of a child ends it early."""
-        select.select([self._wake_read], [], [], seconds)
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_read, 512):
-                pass
 
     @property
     def stopping(self) -> bool:
         """True once a stop was asked for, of the launcher or of torchrun."""
-        return self.stop_signal != 0 or self.stop_file.exists()
+        return self.signals.number != 0 or self.stop_file.exists()
 
     # Start
 
@@ -330,7 +293,7 @@ class Launch:
                     resend = now + RESEND_SECONDS
                     self.stop_file.touch()
                     for pid in workers:
-                        processes.send(pid, self.stop_signal or signal.SIGTERM)
+                        processes.send(pid, self.signals.number or signal.SIGTERM)
                 if now - stop_since > grace:
                     self.killed = f"workers did not stop within {grace:g} s (runtime.grace_seconds)"
                     self._grace_exceeded = True
@@ -340,7 +303,7 @@ class Launch:
                     self.killed = "stopped before training began"
                     break
             processes.reap_adopted(self._children_before | {agent.pid})
-            self._sleep(POLL_SECONDS)
+            self.signals.sleep(POLL_SECONDS)
         if code is None:
             self._kill_all()
             code = agent.wait()
@@ -359,13 +322,13 @@ class Launch:
                 if self._outcome() is None:
                     self._write_state(replace(peer, reason=reason, ended=False))
                     self._peer_failed = True
-            elif peer.status == "stopped" and peer.ended and self.stop_signal == 0:
-                self.stop_signal = signal.SIGTERM
+            elif peer.status == "stopped" and peer.ended and self.signals.number == 0:
+                self.signals.number = signal.SIGTERM
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.stopping and (left := deadline - time.monotonic()) > 0:
-            self._sleep(min(left, POLL_SECONDS))
+            self.signals.sleep(min(left, POLL_SECONDS))
 
     def _kill_all(self) -> None:
         if self._agent is not None and self._agent.poll() is None:
