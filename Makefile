@@ -16,7 +16,8 @@ INSTALLED := $(VENV)/.installed
 NO_HARDWARE := not gpu and not multigpu and not system
 HIERA_IMAGE ?= localhost/hiera-train:latest
 SLURM_TESTS := tests/system/test_slurm.py tests/system/test_slurm_jobs.py tests/system/test_cluster_tools.py
-CLUSTER_TESTS := $(SLURM_TESTS) tests/system/test_kube_play.py
+IMAGE_TESTS := tests/system/test_kube_play.py tests/system/test_docker_play.py
+CLUSTER_TESTS := $(SLURM_TESTS) $(IMAGE_TESTS)
 # One thread a process: the tests are many small ones, run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
@@ -54,14 +55,14 @@ test-system: $(INSTALLED) ## tests that need root and Debian packages (.ci/run i
 	$(PYTEST) -m system --ignore tests/image $(CLUSTER_TESTS:%=--ignore %) tests
 
 .PHONY: test-cluster
-test-cluster: test-slurm ## test-slurm, then pods under podman kube play (root, podman, runc; make image first)
-	@podman image exists $(HIERA_IMAGE) || { echo "kube play: podman has no image $(HIERA_IMAGE); make image builds it"; exit 1; }
-	HIERA_IMAGE=$(HIERA_IMAGE) $(PYTEST) -m system tests/system/test_kube_play.py
+test-cluster: test-slurm ## test-slurm, then the image as pods and through Docker's API (root, podman; make image first)
+	@podman image exists $(HIERA_IMAGE) || { echo "podman has no image $(HIERA_IMAGE); make image builds it"; exit 1; }
+	HIERA_IMAGE=$(HIERA_IMAGE) HIERA_NO_SKIP=1 $(PYTEST) -m system $(IMAGE_TESTS)
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED) ## a real three-node Slurm on this machine, torchx's nightly, kubectl (root)
 	@$(BIN)/python -m tests.system.slurm_lab --check
-	$(PYTEST) -m system $(SLURM_TESTS)
+	HIERA_NO_SKIP=1 $(PYTEST) -m system $(SLURM_TESTS)
 
 .PHONY: image
 image: ## build the container image with docker or buildah; PLATFORM=linux/arm64 for GH200; docs/container.md

@@ -6,6 +6,8 @@ Registered under torchx's name, local_docker. Apps of other components go throug
 from __future__ import annotations
 
 import copy
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from service.cluster.job import Job
 from service.errors import UserError
 
 NAME = "local_docker"
+GRACE_LABEL = "hiera-train.grace-seconds"
+EXTRA_GRACE_SECONDS = 10
+"""Beyond runtime.grace_seconds, after which the launcher kills what did not stop."""
 
 
 class DockerScheduler(TorchxDockerScheduler):  # type: ignore[misc]  # torchx is optional
@@ -38,6 +43,11 @@ class DockerScheduler(TorchxDockerScheduler):  # type: ignore[misc]  # torchx is
         app = copy.deepcopy(app)
         prepare(app, job)
         info = super()._submit_dryrun(app, cfg)
+        for container in info.request.containers:
+            # Who submits owns the run directory, here and in the container.
+            container.kwargs["user"] = f"{os.getuid()}:{os.getgid()}"
+            grace = math.ceil(job.config.runtime.grace_seconds) + EXTRA_GRACE_SECONDS
+            container.kwargs["labels"][GRACE_LABEL] = str(grace)
         self._written[info.request.app_id] = written(job)
         return info
 
@@ -46,6 +56,12 @@ class DockerScheduler(TorchxDockerScheduler):  # type: ignore[misc]  # torchx is
         for path in self._written.get(dryrun_info.request.app_id, []):
             path.mkdir(parents=True, exist_ok=True)
         return str(super().schedule(dryrun_info))
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Ask to save and stop; torchx leaves a container the engine's 10 s."""
+        for container in self._get_containers(app_id):
+            grace = container.labels.get(GRACE_LABEL)
+            container.stop() if grace is None else container.stop(timeout=int(grace))
 
 
 def prepare(app: AppDef, job: Job) -> None:

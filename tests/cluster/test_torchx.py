@@ -250,6 +250,7 @@ def test_docker_gets_mounts_shared_memory_and_the_image_s_entry_point(monkeypatc
     mounts = {mount["Target"]: mount["ReadOnly"] for mount in container.kwargs["mounts"]}
     assert mounts == {str(ROOT / "configs"): True, str(tmp_path / "runs"): False, "/data/$x": True, "/seeds": False}
     assert int(container.kwargs["shm_size"].rstrip("m")) > 1000
+    assert container.kwargs["user"] == f"{os.getuid()}:{os.getgid()}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -258,6 +259,7 @@ def test_the_docker_scheduler_leaves_other_components_alone(runner):
     role = specs.Role(name="x", image="i", entrypoint="echo", args=["run"], resource=specs.Resource(1, 0, 1))
     (container,) = runner.dryrun(specs.AppDef(name="x", roles=[role]), "local_docker").request.containers
     assert container.command == ["echo", "run"]
+    assert "user" not in container.kwargs
 
 
 def test_the_docker_scheduler_makes_the_runs_directory_when_it_starts(monkeypatch, tmp_path):

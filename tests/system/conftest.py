@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -25,6 +26,9 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
+    if report.skipped and os.environ.get("HIERA_NO_SKIP") and not hasattr(report, "wasxfail"):
+        # Where a target has promised the tests, one that cannot run has failed.
+        report.outcome = "failed"
     place = getattr(item, "funcargs", {}).get("place")
     if report.failed and place is not None:
         files = [*place.directory.rglob("slurm-*.out"), *place.directory.glob("logs/*/node-*.log")]

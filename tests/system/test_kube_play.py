@@ -39,6 +39,20 @@ pytestmark = [
 ]
 
 
+def podman_environment(directory: Path) -> dict[str, str]:
+    """Environment in which podman's defaults for limits are not above what containers may have here."""
+    limits = [
+        f"{name}={min(resource.getrlimit(kind)[1], most)}:{min(resource.getrlimit(kind)[1], most)}"
+        for name, kind, most in (
+            ("nofile", resource.RLIMIT_NOFILE, 1 << 20),
+            ("nproc", resource.RLIMIT_NPROC, int(Path("/proc/sys/kernel/pid_max").read_text())),
+        )
+    ]
+    # Neither `kube play` nor the service of Docker's API has an option for them.
+    (directory / "containers.conf").write_text(f"[containers]\ndefault_ulimits = {limits}\n")
+    return {**os.environ, "CONTAINERS_CONF": str(directory / "containers.conf")}
+
+
 class Player:
     """Pods of a job under podman, in a network of their own."""
 
@@ -48,16 +62,7 @@ class Player:
         self.network = f"hiera-{self.token}"
         self.subnet = f"10.{201 + int(self.token[:2], 16) % 50}.{int(self.token[2:4], 16)}"
         self.files: list[Path] = []
-        limits = [
-            f"{name}={min(resource.getrlimit(kind)[1], most)}:{min(resource.getrlimit(kind)[1], most)}"
-            for name, kind, most in (
-                ("nofile", resource.RLIMIT_NOFILE, 1 << 20),
-                ("nproc", resource.RLIMIT_NPROC, int(Path("/proc/sys/kernel/pid_max").read_text())),
-            )
-        ]
-        # `kube play` has no option for limits, and its own are above what containers may have here.
-        (directory / "containers.conf").write_text(f"[containers]\ndefault_ulimits = {limits}\n")
-        self.environment = {**os.environ, "CONTAINERS_CONF": str(directory / "containers.conf")}
+        self.environment = podman_environment(directory)
         self.podman("network", "create", "--subnet", f"{self.subnet}.0/24", self.network)
 
     def podman(self, *arguments: str, check: bool = True) -> str:
