@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from service.errors import EXIT_FINISHED, EXIT_STOPPED
 from tests.image.conftest import DOCKER
 from tests.image.podman import IMAGE, LABEL, Container, Volumes, limits, podman, wait_for
-from tests.system.test_prometheus import free_port
+from tests.system.test_prometheus import Prometheus, free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -69,9 +70,21 @@ def test_every_command_is_one_that_is_tested() -> None:
     assert sorted(commands()) == sorted(tested)
 
 
-def test_first_run(image: dict[str, Any]) -> None:
-    """The quick start to its end: no GPU, no data, no mounts."""
-    code, output, errors = play(command("--config", "quickstart.yaml"))
+def test_first_run(image: dict[str, Any], tmp_path: Path) -> None:
+    """The quick start to its end: no GPU, no data, no mounts. A real Prometheus scrapes its published port."""
+    words = command("--config", "quickstart.yaml")
+    port = free_port()
+    published = [*words[:2], f"--publish=127.0.0.1:{port}:9400", *words[2:]]
+    server = Prometheus(tmp_path, f"127.0.0.1:{port}")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(play, published)
+            wait_for(lambda: run.done() or (server.value("hiera_samples_total") or 0) > 0)
+            assert server.value("hiera_healthy") == 1
+            assert server.value('hiera_run_info{run="quickstart"}') == 1
+            code, output, errors = run.result()
+    finally:
+        server.close()
     assert code == EXIT_FINISHED, errors
     assert "finished at step 400" in errors
     assert "-v runs:/runs keeps it" in errors

@@ -17,7 +17,7 @@ import pytest
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from tests.image.conftest import DOCKER, write_config
 from tests.image.podman import HARDENED, SHORT, Container, Volumes, podman, run, wait_for
-from tests.system.test_prometheus import Prometheus, free_port
+from tests.system.test_prometheus import free_port
 
 # Seconds each on a quiet machine; the limits are for a machine that builds something else beside.
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -60,25 +60,6 @@ def test_a_stuck_container_exists(stuck: tuple[Container, float]) -> None:
     container, _ = stuck
     answer = podman("healthcheck", "run", container.name, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-
-
-def test_quick_start_without_mounts_in_prometheus(image: dict[str, Any], tmp_path: Path) -> None:
-    """`docker run hiera-train --config quickstart.yaml`, to its end, with Prometheus on the published port."""
-    port = free_port()
-    server = Prometheus(tmp_path, f"127.0.0.1:{port}")
-    try:
-        with Container(*QUICKSTART, *SHORT, options=[f"--publish=127.0.0.1:{port}:9400"]) as container:
-            wait_for(lambda: (server.value("hiera_samples_total") or 0) > 0)
-            assert server.value("hiera_healthy") == 1
-            assert server.value('hiera_run_info{run="quickstart"}') == 1
-            assert container.wait() == EXIT_FINISHED, container.logs()
-            logs = container.logs()
-        assert "finished at step 40" in logs
-        assert "-v runs:/runs keeps it" in logs
-        loss = float(logs.partition("validation loss ")[2].split()[0])
-        assert 0.1 < loss < 0.9
-    finally:
-        server.close()
 
 
 def memory_kills(container: Container) -> int:
