@@ -20,7 +20,7 @@ import pytest
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "ip", "nsenter", "unshare", "setpriv")
 PREFIX = "hl"
 """Start of the names of our bridges and network namespaces."""
-DEADLINE = 300.0
+DEADLINE = 600.0
 """Seconds that a wait takes at most. Waits end with what they wait for; a deadline is for what never comes."""
 
 

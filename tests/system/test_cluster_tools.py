@@ -17,7 +17,7 @@ from service.cluster import kustomize
 from tests.cluster.test_kubernetes_manifests import assert_kustomize_gives_the_rendering
 from tests.system.slurm_host import DEADLINE
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
 TORCHX = "torchx-nightly==2026.10.26"

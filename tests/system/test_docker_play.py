@@ -14,7 +14,7 @@ from tests.system.test_kube_play import IMAGE, PODMAN, image_is_here, podman_env
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not image_is_here(), reason=f"needs root, podman, runc and the image {IMAGE}"),
 ]
 

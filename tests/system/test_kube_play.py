@@ -34,7 +34,7 @@ def image_is_here() -> bool:
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not image_is_here(), reason=f"needs root, podman, runc and the image {IMAGE}"),
 ]
 

@@ -19,7 +19,7 @@ from tests.system.slurm_host import DEADLINE, needs_slurm, wait_for
 from tests.system.slurm_lab import SlurmLab
 from tests.system.slurm_runs import HOSTILE, STEPS, Place, arguments_of, hiera_train, job_of
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1200), needs_slurm]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400), needs_slurm]
 
 
 def events(run: Path) -> list[dict[str, float]]:

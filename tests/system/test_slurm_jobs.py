@@ -14,7 +14,7 @@ from tests.cluster import readme
 from tests.system.slurm_host import needs_slurm, sweep, wait_for
 from tests.system.slurm_runs import HOSTILE, arguments_of, job_of
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600), needs_slurm]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400), needs_slurm]
 
 LAUNCHER = """#!/bin/bash
 printf '%s\\0' "$@" >"{directory}/arguments-$SLURM_JOB_ID-$SLURM_NODEID"
