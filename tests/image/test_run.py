@@ -159,13 +159,20 @@ def test_half_a_gibibyte(image: dict[str, Any]) -> None:
 def test_a_mounted_configuration_and_mounted_data(volumes: Volumes, pictures: Path, tmp_path: Path) -> None:
     """A file of one's own by path, data at /data without a word about it in the configuration."""
     write_config(tmp_path / "mine.yaml")
-    mounts = [f"--volume={tmp_path}:/config:ro", f"--volume={pictures}:/data:ro", volumes("/runs"), volumes("/cache")]
+    # A folder instead of a volume takes its owner as the user, who is not in the image's /etc/passwd.
+    runs = tmp_path / "runs"
+    runs.mkdir(mode=0o700)
+    os.chown(runs, 4242, 4242)
+    mounts = ["--user=4242:4242", f"--volume={tmp_path}:/config:ro", f"--volume={pictures}:/data:ro"]
+    mounts += [f"--volume={runs}:/runs", volumes("/cache")]
     answer = run("--config", "/config/mine.yaml", options=mounts)
     assert answer.returncode == EXIT_FINISHED, answer.stderr
     assert "note:" not in answer.stderr
     answer = run("export", "/runs/hiera", "--to", "/runs/hiera/weights.safetensors", options=mounts)
     assert answer.returncode == EXIT_FINISHED, answer.stderr
-    assert (volumes.path("/runs") / "hiera" / "weights.safetensors").stat().st_size > 1000
+    weights = runs / "hiera" / "weights.safetensors"
+    assert weights.stat().st_size > 1000
+    assert weights.stat().st_uid == 4242
 
 
 @pytest.mark.parametrize(
