@@ -125,6 +125,6 @@ if [ "$engine" = docker ]; then
   # An image of several platforms cannot be loaded into the engine: it goes to a registry (--push).
   docker buildx build "${arguments[@]}" "$@" "$root"
 else
-  # HEALTHCHECK exists in Docker's image format only.
-  buildah build --format docker --layers --network host "${pull[@]}" "${arguments[@]}" "$@" "$root"
+  # HEALTHCHECK exists in Docker's image format only. --force-rm: a build that fails leaves no container.
+  buildah build --format docker --layers --force-rm --network host "${pull[@]}" "${arguments[@]}" "$@" "$root"
 fi
