@@ -1,6 +1,6 @@
 # hiera-train: make a virtual environment, try it, test it. `make` lists the targets.
 #
-#   make quickstart ARGS="--set train.steps=100"
+#   make quickstart ARGS="--set train.steps=60"
 #   make test PYTHON=python3.12 VENV=~/hiera JOBS=4
 
 SHELL := /bin/bash

@@ -86,7 +86,7 @@ def test_first_run(image: dict[str, Any], tmp_path: Path) -> None:
     finally:
         server.close()
     assert code == EXIT_FINISHED, errors
-    assert "finished at step 400" in errors
+    assert "finished at step 300" in errors
     assert "-v runs:/runs keeps it" in errors
     loss, trivial = re.findall(r"validation loss ([0-9.]+) .*mean: ([0-9.]+)", output)[-1]
     assert 0.1 < float(loss) < 0.6 * float(trivial)
