@@ -22,6 +22,18 @@ CHUNK = 8
 """Blocks in one operator: its weights' gradients become ready together, and their all-reduce overlaps with the next."""
 
 
+def chunks(recompute: list[bool]) -> list[range]:
+    """A run of blocks cut into operators: `CHUNK` blocks that keep their activations, or one that recomputes its own.
+
+    One, since a recomputed operator holds the activations of all its blocks at once.
+    """
+    out: list[range] = []
+    for i, again in enumerate(recompute):
+        joins = out and not again and not recompute[i - 1] and len(out[-1]) < CHUNK
+        out[-1:] = [range(out[-1].start, i + 1)] if joins else [*out[-1:], range(i, i + 1)]
+    return out
+
+
 def block_parameters(block: FairModel, dtype: torch.dtype) -> list[Tensor]:
     """A block's parameters in the order of `hiera_optim.chain`, Linear layers in the compute dtype."""
     attn, mlp = block.attn, block.mlp
@@ -49,19 +61,18 @@ def run_blocks(
         recompute: blocks (by place in the run) whose activations are recomputed in backward.
         index, slot: the mask units that go on after the last block's attention, and their inverse.
     """
-    for start in range(0, len(blocks), CHUNK):
-        part = range(start, min(start + CHUNK, len(blocks)))
+    marked = [recompute if isinstance(recompute, bool) else i in recompute for i in range(len(blocks))]
+    for part in chunks(marked):
         specs, parameters = [], []
         for i in part:
             b = blocks[i]
             specs += BlockSpec(windows[i], b.attn.heads, b.attn.q_stride, b.dim != b.dim_out).to_ints()
             parameters += block_parameters(b, dtype)
         last = part.stop == len(blocks)
-        again = recompute if isinstance(recompute, bool) else all(i in recompute for i in part)
         x = ops.chain(
-            x, parameters, specs, batch, blocks[start].norm1.eps,
+            x, parameters, specs, batch, blocks[part.start].norm1.eps,
             scales[2 * part.start : 2 * part.stop].contiguous() if scales is not None else None,
-            index if last else None, slot if last else None, again,
+            index if last else None, slot if last else None, marked[part.start],
         )[0]  # fmt: skip
     return x
 

@@ -136,3 +136,20 @@ def test_two_input_sizes_in_one_process() -> None:
         fast.mae_loss(model, g, x, mask, keep, drop)[0].backward()
         worst = max(gradient_error(model, reference).items(), key=lambda item: item[1])
         assert worst[1] < 1e-5, worst
+
+
+@pytest.mark.parametrize(
+    ("marked", "want"),
+    [
+        ([False] * 20, [8, 8, 4]),
+        ([True] * 3, [1, 1, 1]),
+        ([False] * 2 + [True] * 2 + [False] * 9, [2, 1, 1, 8, 1]),  # a stage inside a run of blocks
+        ([True, False, True], [1, 1, 1]),
+        ([False], [1]),
+    ],
+)
+def test_a_block_that_recomputes_is_an_operator_of_its_own(marked: list[bool], want: list[int]) -> None:
+    parts = fast.chunks(marked)
+    assert [len(part) for part in parts] == want
+    assert [i for part in parts for i in part] == list(range(len(marked)))
+    assert all(len({marked[i] for i in part}) == 1 for part in parts)
