@@ -5,14 +5,16 @@ Every bias and norm gradient ends in a small kernel that adds up some hundred ro
 their partial sums from one workspace, and one kernel adds all of
 them when the context ends; what `sum_partials` returned is filled then, and not to be read before.
 
-The layout of the workspace is learnt the first time a key is used, when every sum still runs by itself; in a capture
-nothing can be learnt, as that needs a copy from the host, and the sums of an unknown key stay single.
+The layout of the workspace is learnt the first time a key is used, when every sum still runs by itself, and so in
+another order of additions than later; in a capture nothing can be learnt, as that needs a copy from the host, and the
+sums of an unknown key stay single.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,8 +78,14 @@ class Batch:
         )
 
 
+class _State(threading.local):
+    """The batch under way: each device's backward runs in a thread of its own."""
+
+    active: Batch | None = None
+
+
 _batches: dict[Hashable, Batch] = {}
-_active: Batch | None = None
+_state = _State()
 
 
 @triton.jit
@@ -119,8 +127,7 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
     Args:
         key: names the sequence of producers; the same key must always mean the same sequence of shapes.
     """
-    global _active
-    if _active is not None:
+    if _state.active is not None:
         raise RuntimeError("batched_sums cannot be nested")
     batch = _batches.setdefault((key, device), Batch())
     if not batch.learnt and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -131,7 +138,7 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
     else:
         batch.requests.clear()
     batch.taken = batch.used = batch.given = 0
-    _active = batch
+    _state.active = batch
     try:
         yield
         if not batch.learnt:
@@ -144,13 +151,13 @@ def batched_sums(key: Hashable, device: torch.device) -> Iterator[None]:
             assert batch.taken == len(batch.requests), "fewer sums than the first time this key was used"
         batch.launch()
     finally:
-        _active = None
+        _state.active = None
         batch.workspace = batch.result = None
 
 
 def new_partials(rows: int, *shape: int, device: torch.device) -> Tensor:
     """Room for partial sums, fp32 [rows, *shape]: from the workspace where one is active."""
-    batch = _active
+    batch = _state.active
     if batch is None or not batch.learnt:
         return torch.empty(rows, *shape, dtype=torch.float32, device=device)
     size = rows * math.prod(shape)
@@ -165,7 +172,7 @@ def take_sum(partials: Tensor, out: int, segments: tuple[Segment, ...]) -> Tenso
 
     None where no context is active or it is still learning: the caller then sums by itself.
     """
-    batch = _active
+    batch = _state.active
     if batch is None:
         return None
     rows = partials.shape[0]
