@@ -123,6 +123,8 @@ def choose(
     # Without wgmma or tcgen05 operands sit in registers too: more than 64 tokens spill backward (sm_89: 280 bytes at
     # 196 x 32, 3.7 KB at 76 x 96).
     few_registers = compute_capability[0] not in (0, 9, 10)
+    # Blackwell's accumulators live in tensor memory, 512 columns a multiprocessor: 76 x 96 would take 672 of them.
+    streams_backward = backward and tokens > 64 and (few_registers or compute_capability[0] == 10)
     config = None
     if backward and compute_capability[0] in (0, 9) and element_size == 2:
         config = _backward_with_wgmma(groups, tokens, heads, dim, q_stride, num_multiprocessors)
@@ -130,7 +132,7 @@ def choose(
         config = _resident(groups, tokens, heads, dim, q_stride, element_size, num_multiprocessors, backward)
     if (
         config is not None
-        and not (few_registers and backward and tokens > 64)
+        and not streams_backward
         and shared_memory(config, tokens, dim, element_size, backward) <= limit
     ):
         return config

@@ -6,6 +6,7 @@ down instead of made. Triton needs no GPU to compile for one.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -68,6 +70,8 @@ class Usage:
     """What a program of a compiled kernel takes."""
 
     shared_bytes: int
+    tensor_memory: int
+    """Columns, of the 512 that a Blackwell multiprocessor has."""
     registers: int
     stack_bytes: int
     """Of a thread: spilled registers."""
@@ -175,8 +179,8 @@ def _forward_and_backward_at_once() -> Iterator[None]:
         raw["_mae_loss_backward"](torch.empty_like(out[0]), pred, x, drop_idx, out[1], out[2], geometry)
         return out
 
-    operators = {k: v for k, v in vars(library).items() if isinstance(v, torch.library.CustomOpDef)}
-    raw = {name: operator._init_fn for name, operator in operators.items()}
+    operators = {k: v for k, v in vars(library).items() if isinstance(v, CustomOpDef)}
+    raw = {name: inspect.unwrap(operator._init_fn) for name, operator in operators.items()}
     ours = {
         "chain": chain, "linear": linear, "_norm": norm, "add_position": add_position, "assemble": assemble,
         "_mae_loss": loss,
@@ -237,4 +241,5 @@ def assemble(launch: Launch, chip: Chip) -> Usage:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    return Usage(compiled.metadata.shared, int(found[1]), int(found[2]))
+    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
+    return Usage(compiled.metadata.shared, tensor_memory, int(found[1]), int(found[2]))

@@ -50,6 +50,7 @@ def test_kernels_fit(chip: Chip) -> None:
     for launch in todo:
         usage = assemble(launch, chip)
         assert usage.shared_bytes <= shared_memory_limit(chip.capability), launch.name
+        assert usage.tensor_memory <= 512, launch.name
         assert usage.stack_bytes <= MOST_STACK, launch.name
 
 
