@@ -36,6 +36,10 @@ def why_not_kernels(model: FairModel, geometry: Geometry, device: torch.device) 
         return f"its class has its own {', '.join(sorted(overrides))}"
     if not all(_has_fairs_layers(block) for block in all_blocks(model)):
         return "its blocks are not LayerNorm and exact GELU"
+    # FAIR's attention goes through SDPA, which pads; the operators under it, called directly, do not.
+    dims = {block.attn.head_dim for block in all_blocks(model)}
+    if any(dim % 8 or dim > 256 for dim in dims):
+        return f"its attention heads have {', '.join(map(str, sorted(dims)))} channels, not multiples of 8 up to 256"
     width = geometry.pred_features
     if width > 65536:
         return f"a predicted patch has {width} values"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -35,6 +36,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return INTERPRETER_CAPABILITY
     return _cuda_properties(torch.cuda.current_device() if device.index is None else device.index)[1]
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Makes the tensor's GPU the current one: Triton launches there, wherever its tensors are; PyTorch does not."""
+    context: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return context
 
 
 def outside_graph_pools(make: Callable[[], T], device: torch.device) -> T:

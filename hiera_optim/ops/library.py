@@ -19,10 +19,9 @@ from hiera_optim import chain as ch
 from hiera_optim import tables
 from hiera_optim.chain import BlockSpec, Rows, Saved
 from hiera_optim.ops import layer_norm, mae_loss, patch_embed, units
+from hiera_optim.ops._operator import custom_op
 from hiera_optim.ops.batched_sums import batched_sums
 from hiera_optim.ops.column_sum import column_sum
-
-custom_op = torch.library.custom_op
 
 
 class GradientSink:
@@ -72,7 +71,7 @@ def _unflatten(x: Tensor, flat: list[Tensor]) -> list[Saved]:
     return [Saved(*tensors[i : i + ch.SAVED]) for i in range(0, len(tensors), ch.SAVED)]
 
 
-@custom_op("hiera_optim::chain", mutates_args=())
+@custom_op("hiera_optim::chain")
 def chain(
     x: Tensor, parameters: list[Tensor], specs: list[int], batch: int, eps: float,
     scales: Tensor | None, index: Tensor | None, slot: Tensor | None, recompute: bool,
@@ -118,7 +117,7 @@ def _(
     return [out] if recompute else [out, *saved[1:]]
 
 
-@custom_op("hiera_optim::chain_backward", mutates_args=())
+@custom_op("hiera_optim::chain_backward")
 def chain_backward(
     grad: Tensor, x: Tensor, parameters: list[Tensor], saved: list[Tensor], specs: list[int], batch: int, eps: float,
     scales: Tensor | None, index: Tensor | None, slot: Tensor | None,
@@ -186,7 +185,7 @@ chain.register_autograd(_chain_gradient, setup_context=_chain_context)
 # -- LayerNorm --------------------------------------------------------------------------------------------------
 
 
-@custom_op("hiera_optim::norm", mutates_args=())
+@custom_op("hiera_optim::norm")
 def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     _, y, mean, rstd = layer_norm.add_layer_norm_forward(x, None, None, 1, weight, bias, eps, dtype)
     return y, mean, rstd
@@ -198,7 +197,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -
     return torch.empty_like(x, dtype=dtype), stat, torch.empty_like(stat)
 
 
-@custom_op("hiera_optim::norm_backward", mutates_args=())
+@custom_op("hiera_optim::norm_backward")
 def _norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +233,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 # -- Linear -----------------------------------------------------------------------------------------------------
 
 
-@custom_op("hiera_optim::linear", mutates_args=())
+@custom_op("hiera_optim::linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [N, K] @ weight [O, K].T + bias; its backward sums the bias gradient in fp32 and honours `direct_gradients`."""
     return torch.addmm(bias, x, weight.t())
@@ -245,7 +244,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@custom_op("hiera_optim::linear_backward", mutates_args=())
+@custom_op("hiera_optim::linear_backward")
 def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.mm(grad.t(), x), column_sum(grad).to(dtype, copy=True)
 
@@ -283,7 +282,7 @@ linear.register_autograd(_linear_gradient, setup_context=_linear_context)
 # -- mask units -------------------------------------------------------------------------------------------------
 
 
-@custom_op("hiera_optim::gather_patches", mutates_args=())
+@custom_op("hiera_optim::gather_patches")
 def gather_patches(x: Tensor, mask: Tensor, keep_idx: Tensor, geometry: list[int], dtype: torch.dtype) -> Tensor:
     """`patch_embed.gather_patches` as an operator; geometry: see `hiera_optim.tables.encode`."""
     return patch_embed.gather_patches(x, mask, keep_idx, tables.patch_tables(tuple(geometry), x.device), dtype)
@@ -295,7 +294,7 @@ def _(x: Tensor, mask: Tensor, keep_idx: Tensor, geometry: list[int], dtype: tor
     return x.new_empty((keep_idx.numel() * g.tokens, patch_embed.padded_columns(g.field)), dtype=dtype)
 
 
-@custom_op("hiera_optim::add_position", mutates_args=())
+@custom_op("hiera_optim::add_position")
 def add_position(x: Tensor, pos: Tensor, keep_idx: Tensor, slot: Tensor) -> Tensor:
     """x [B, L, E] + pos[keep_idx]; slot is keep_idx's inverse, for the gradient."""
     return units.add_position(x, pos, keep_idx)
@@ -306,7 +305,7 @@ def _(x: Tensor, pos: Tensor, keep_idx: Tensor, slot: Tensor) -> Tensor:
     return torch.empty_like(x, dtype=torch.promote_types(x.dtype, pos.dtype))
 
 
-@custom_op("hiera_optim::add_position_backward", mutates_args=())
+@custom_op("hiera_optim::add_position_backward")
 def _add_position_backward(grad: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
     return units.add_position_backward(grad.contiguous(), slot).to(dtype)
 
@@ -330,7 +329,7 @@ def _add_position_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 add_position.register_autograd(_add_position_gradient, setup_context=_add_position_context)
 
 
-@custom_op("hiera_optim::assemble", mutates_args=())
+@custom_op("hiera_optim::assemble")
 def assemble(latent: Tensor, token: Tensor, pos: Tensor, slot: Tensor) -> Tensor:
     """`units.assemble` as an operator."""
     return units.assemble(latent, token, pos, slot)
@@ -342,7 +341,7 @@ def _(latent: Tensor, token: Tensor, pos: Tensor, slot: Tensor) -> Tensor:
     return latent.new_empty((*slot.shape, latent.shape[-1]), dtype=dtype)
 
 
-@custom_op("hiera_optim::assemble_backward", mutates_args=())
+@custom_op("hiera_optim::assemble_backward")
 def _assemble_backward(
     grad: Tensor, slot: Tensor, kept: int, channels: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -374,7 +373,7 @@ assemble.register_autograd(_assemble_gradient, setup_context=_assemble_context)
 # -- stochastic depth -------------------------------------------------------------------------------------------
 
 
-@custom_op("hiera_optim::stochastic_depth", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@custom_op("hiera_optim::stochastic_depth", tags=(torch.Tag.nondeterministic_seeded,))
 def stochastic_depth(like: Tensor, keep: list[float]) -> Tensor:
     """Fresh factors [2 * blocks, B] fp32, 0 or 1 / keep probability, from the device's generator.
 
@@ -398,7 +397,7 @@ def _(like: Tensor, keep: list[float]) -> Tensor:
 # -- loss -------------------------------------------------------------------------------------------------------
 
 
-@custom_op("hiera_optim::mae_loss", mutates_args=())
+@custom_op("hiera_optim::mae_loss")
 def _mae_loss(pred: Tensor, x: Tensor, drop_idx: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     return mae_loss.mae_loss_forward(pred, x, drop_idx, tables.label_tables(tuple(geometry), x.device))
 
@@ -409,7 +408,7 @@ def _(pred: Tensor, x: Tensor, drop_idx: Tensor, geometry: list[int]) -> tuple[T
     return pred.new_empty((), dtype=torch.float32), row, torch.empty_like(row)
 
 
-@custom_op("hiera_optim::mae_loss_backward", mutates_args=())
+@custom_op("hiera_optim::mae_loss_backward")
 def _mae_loss_backward(
     grad: Tensor, pred: Tensor, x: Tensor, drop_idx: Tensor, mean: Tensor, rstd: Tensor, geometry: list[int]
 ) -> Tensor:

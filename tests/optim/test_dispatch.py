@@ -63,3 +63,9 @@ def test_a_subclass_with_its_own_loss_may_not() -> None:
     model = mae("image")
     model.__class__ = OwnLoss
     assert reason(optimize(model.bfloat16(), verbose=False)) == "its class has its own forward_loss"
+
+
+def test_head_dims_that_pytorchs_operators_do_not_take_may_not() -> None:
+    assert "heads have 8, 12 channels" in str(
+        reason(mae("image", embed_dim=24, num_heads=2, decoder_embed_dim=32, decoder_num_heads=4).bfloat16())
+    )
