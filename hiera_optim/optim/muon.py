@@ -132,6 +132,9 @@ class Muon(FlatOptimizer):
         self._exchange = torch.zeros(self.ranks, plan.chunk, dtype=dtype, device=device)
         self._packed = torch.zeros(plan.chunk, dtype=dtype, device=device)
         own = plan.batches[self.rank]
+        self._has_padding = sum(b.count * b.rows * b.cols for b in own) > sum(
+            m.rows * m.cols for m, p in zip(self.matrices, plan.placements, strict=True) if p.rank == self.rank
+        )
         gram = max((batch.count * batch.rows**2 for batch in own), default=0)
         self._workspace = torch.empty(2 * gram, dtype=dtype, device=device)
         self._tables = None
@@ -144,6 +147,9 @@ class Muon(FlatOptimizer):
         end = self._muon_end
         weights = self.params.flat[:end]
         master = None if self.master is None else self.master[:end]
+        if self._has_padding:
+            # a NaN of an earlier step has spread there, and packing writes the matrices alone
+            self._packed.zero_()
         if self._tables is not None:
             from hiera_optim.optim.muon_kernel import apply_triton, pack_triton
 

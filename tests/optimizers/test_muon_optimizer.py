@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -53,6 +54,23 @@ def train(model: Block, optimizer: Muon, steps: int, start: int = 0, clip: bool 
         optimizer.zero_grad()
         (model(x).float() - x.float().flip(-1)).square().mean().backward()
         optimizer.step(optimizer.grad_norm().clamp(min=1).reciprocal() if clip else None)
+
+
+def test_a_nan_does_not_outlive_the_state_that_is_loaded_after_it() -> None:
+    """It spreads to the padding of the work space, which no step writes."""
+    (model, optimizer), (expected, untroubled) = make(), make()
+    for each in ((model, optimizer), (expected, untroubled)):
+        train(*each, 2)
+    assert optimizer._has_padding
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.odd.weight.grad.fill_(math.nan)
+    optimizer.step()
+    assert model.odd.weight.isnan().any()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for each in ((model, optimizer), (expected, untroubled)):
+        train(*each, 2, start=2)
+    assert torch.equal(optimizer.params.flat, untroubled.params.flat)
 
 
 def test_takes_the_hidden_matrices_of_hiera() -> None:
