@@ -11,16 +11,31 @@ overlap is these few lines, and accumulation works under capture.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hiera_optim.optim.flat import Bucket, FlatOptimizer
 
 BUCKET_BYTES = 32 << 20
 """Small enough that the last bucket, which nothing hides, is short; large enough for NVLink's full bandwidth."""
+
+
+def _report(reducer: weakref.ref[GradientReducer], parameter: Tensor) -> None:
+    """The hook of a parameter: its gradient is there."""
+    alive = reducer()
+    if alive is not None:
+        alive.ready([parameter.data_ptr()])
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class GradientReducer:
@@ -44,13 +59,15 @@ class GradientReducer:
         self._pointers = [frozenset(p.data_ptr() for p in bucket.parameters) for bucket in self._buckets]
         self._bucket_of = {pointer: i for i, pointers in enumerate(self._pointers) for pointer in pointers}
         self._waiting: list[set[int]] = []
+        # The parameters' hooks live where the garbage collector does not look: they must not hold what they report to.
+        hook = partial(_report, weakref.ref(self))
         parameters = (p for bucket in self._buckets for p in bucket.parameters)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in parameters]  # type: ignore[no-untyped-call]
+        hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters]  # type: ignore[no-untyped-call]
+        self._finalizer = weakref.finalize(self, _remove, hooks)
 
     def close(self) -> None:
-        """Removes the hooks from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+        """Removes the hooks from the parameters, as happens when the reducer is no longer used."""
+        self._finalizer()
 
     def accumulate(self) -> None:
         """Adds the gradients of a micro-batch that is not the step's last to the sum."""
@@ -72,9 +89,6 @@ class GradientReducer:
             works, self._works = self._works, []
             for work in works:
                 work.wait()
-
-    def _hook(self, parameter: Tensor) -> None:
-        self.ready([parameter.data_ptr()])
 
     def ready(self, pointers: list[int]) -> None:
         """Backward has written the gradients of the parameters at these addresses.

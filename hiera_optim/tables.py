@@ -125,13 +125,14 @@ def _label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
     return LabelTables(origin.int().to(device), offsets.flatten().int().to(device))
 
 
-@functools.lru_cache(maxsize=64)
+# Never dropped: a recorded graph reads its tables for as long as it lives.
+@functools.cache
 def patch_tables(code: tuple[int, ...], device: torch.device) -> PatchTables:
     """Addresses for `gather_patches`."""
     return outside_graph_pools(lambda: _patch_tables(code, device), device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
     """Addresses of the label patches.
 
@@ -141,7 +142,7 @@ def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
     return outside_graph_pools(lambda: _label_tables(code, device), device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def keep_probabilities(keep: tuple[float, ...], device: torch.device) -> Tensor:
     """[2 * blocks, 1] fp32: the probability that a sample keeps each branch (attention, MLP) of each block."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hiera_optim.geometry import Geometry
 from hiera_optim.gradients import GradientReducer
 from hiera_optim.mae import masked_loss
 from hiera_optim.masks import sample_mask, sample_noise
+from hiera_optim.ops._launch import on_device_of
 from hiera_optim.optim.flat import FlatOptimizer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,6 +43,12 @@ class StepOutput:
     """L2 norm of the averaged gradient before clipping (fp32)."""
     nonfinite: Tensor
     """1.0 if this rank's own loss was not finite, else 0.0 (fp32)."""
+
+
+@cache
+def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps up to 96 MiB for every stream it has run on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class TrainStep:
@@ -129,6 +136,8 @@ class TrainStep:
             self._direct = partial(direct_gradients, sink)
         self._micro_index = 0
         self._graphs: dict[str, Any] = {}
+        # A stream of its own: cuBLAS keeps a workspace a stream, in the memory of the graph that used it first.
+        self._stream: torch.cuda.Stream | None = None
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -146,20 +155,21 @@ class TrainStep:
         Returns:
             The step's report on the last micro-batch of an optimizer step, else None.
         """
-        self._load(x, sample_ids)
         last = self._micro_index == self.accumulation - 1
         name = "update" if last else "accumulate"
         body = self._update if last else self._accumulate
-        try:
-            if self.capture:
-                self._replay(name, body)
-            else:
-                body()
-        except Exception:
-            self._micro_index = 0
-            self.optimizer.zero_grad()
-            self._loss_sum.zero_()
-            raise
+        with on_device_of(self._x):
+            self._load(x, sample_ids)
+            try:
+                if self.capture:
+                    self._replay(name, body)
+                else:
+                    body()
+            except Exception:
+                self._micro_index = 0
+                self.optimizer.zero_grad()
+                self._loss_sum.zero_()
+                raise
         self._micro_index = (self._micro_index + 1) % self.accumulation
         return self._output if last else None
 
@@ -176,6 +186,7 @@ class TrainStep:
 
     def forward_backward(self) -> None:
         """The step without its update, for benchmarks: the gradients of one micro-batch, overwritten each time."""
+        self.optimizer.zero_grad()
         with self._reducer.reduce_in_backward():
             self._backward()
         self._report[0] = self._loss_sum
@@ -231,7 +242,8 @@ class TrainStep:
         self.model.eval()
         try:
             device, dtype = self._x.device, x.dtype if x.is_floating_point() else self._x.dtype
-            return self._loss(x.to(device, dtype, non_blocking=True), sample_ids.to(device, non_blocking=True))
+            with on_device_of(self._x):
+                return self._loss(x.to(device, dtype, non_blocking=True), sample_ids.to(device, non_blocking=True))
         finally:
             self.model.train(training)
 
@@ -245,21 +257,27 @@ class TrainStep:
     def _record(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warms `body` up on a side stream, undoes what that did to weights and state, and records it."""
         saved = self._snapshot()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        before, stream = torch.cuda.current_stream(), _warm_up_stream(self._x.device)
+        stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream):
                 for _ in range(3):
                     body()
         finally:
-            torch.cuda.current_stream().wait_stream(stream)
+            before.wait_stream(stream)
             torch.cuda.synchronize()
             self._restore(saved)
+        del saved  # its memory is needed for the graph
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self._graphs.values()), None)
-        # only this thread's calls count: others pin memory for the next batches, and NCCL's watchdog queries events
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            body()
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        try:
+            # only this thread's calls count: others pin memory for the next batches, and NCCL's watchdog queries events
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                body()
+        finally:
+            # a capture that cannot be ended leaves its stream current
+            torch.cuda.set_stream(before)
         # recording runs nothing, so the state is still as restored
         return graph
 

@@ -16,6 +16,7 @@ from hiera_optim.masks import hash_salt
 from hiera_optim.ops._launch import require_contiguous
 
 COMPARE = 32  # mask units compared with all others at a time
+COMPARED = 16384  # at most so many pairs: with more, registers spill and compiling takes a minute
 
 
 @triton.jit
@@ -74,8 +75,9 @@ def sample_masks(
     keep = torch.empty((B, L), dtype=torch.int64, device=device)
     drop = torch.empty((B, M - L), dtype=torch.int64, device=device)
     slot, drop_slot = (torch.empty((B, M), dtype=torch.int32, device=device) for _ in range(2))
+    block = triton.next_power_of_2(M)
     _kernel[(B,)](
         sample_ids, mask.view(torch.uint8), keep, drop, slot, drop_slot, hash_salt(seed), M, L,
-        BM=triton.next_power_of_2(M), BJ=COMPARE, num_warps=4,
+        BM=block, BJ=min(COMPARE, max(1, COMPARED // block)), num_warps=4 if block <= 1024 else 8,
     )  # fmt: skip
     return mask, keep, drop, slot, drop_slot

@@ -10,7 +10,7 @@ from hiera_optim.ops.sample_masks import sample_masks
 from hiera_optim.ops.units import unit_slots
 
 
-@pytest.mark.parametrize(("units", "kept"), [(2, 1), (8, 3), (49, 19), (100, 99), (392, 39)])
+@pytest.mark.parametrize(("units", "kept"), [(2, 1), (8, 3), (49, 19), (100, 99), (392, 39), (600, 240)])
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**40 + 3])
 def test_equals_plain_masks(units: int, kept: int, seed: int) -> None:
     ids = torch.tensor([0, 1, 2**31, 2**32 + 5, 2**62 - 1])

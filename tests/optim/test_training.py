@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -127,3 +129,16 @@ def test_stochastic_depth_is_the_samples_own_and_what_fairs_blocks_make_of_it(re
         losses.append(output.loss.clone())
     torch.testing.assert_close(torch.stack(losses).mean(), want.detach())
     assert step.evaluate(x, ids) != want
+
+
+def test_a_step_that_is_dropped_frees_its_buffers_and_hooks() -> None:
+    """Hooks on parameters are out of the garbage collector's sight: what they hold is held for ever."""
+    model, optimizer, step = make()
+    parameter = next(model.parameters())
+    assert step(batch_for(model), IDS) is not None
+    assert len(parameter._post_accumulate_grad_hooks) == 1
+    gone = weakref.ref(optimizer), weakref.ref(step)
+    del optimizer, step
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    assert not parameter._post_accumulate_grad_hooks
