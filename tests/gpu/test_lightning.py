@@ -10,6 +10,7 @@ import torch
 
 from .launching import launch
 
+pytestmark = pytest.mark.timeout(900)
 MODES = ["eager", "default", "reduce-overhead"]
 
 
@@ -34,9 +35,10 @@ def test_one_gpu(tmp_path: Path) -> None:
         (result,) = fit(tmp_path / mode, 1, mode)
         check(result)
         results.append(result["losses"])
-    # the same seeds: the same data and masks
-    assert torch.allclose(results[0], results[1], rtol=1e-2)
-    assert torch.allclose(results[0], results[2], rtol=1e-2)
+    # the same seeds: the same data and masks; rounding, which is not the same, spreads with training
+    for other in results[1:]:
+        assert torch.allclose(results[0][:4], other[:4], rtol=1e-2)
+        assert torch.allclose(results[0], other, rtol=5e-2)
 
 
 @pytest.mark.multigpu

@@ -13,6 +13,7 @@ from .models import distance, train, trainer
 
 pytestmark = [
     pytest.mark.multigpu,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
