@@ -282,9 +282,11 @@ def _reconstruct(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from service.config.checks import WEIGHT_SUFFIXES
+
     _check_run_directory(options.run_dir)
-    if options.to.suffix not in (".pth", ".safetensors"):
-        raise UserError(f"--to: {options.to} must end in .pth or .safetensors")
+    if options.to.suffix not in WEIGHT_SUFFIXES:
+        raise UserError(f"--to: {options.to} must end in {' or '.join(WEIGHT_SUFFIXES)}")
     if not options.to.absolute().parent.is_dir():
         raise UserError(f"--to: the directory {options.to.absolute().parent} does not exist")
     from service.train.export import main as export

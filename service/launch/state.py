@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from service import streams
 from service.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_UNRECOVERABLE
+from service.files import replacing
 
 ATTEMPT_VARIABLE = "HIERA_ATTEMPT"
 RUN_DIR_VARIABLE = "HIERA_RUN_DIR"
@@ -83,17 +84,11 @@ def write_state(run_dir: Path, node_rank: int, state: State) -> None:
     """Replace the state of a node: whole or not at all. Raises OSError (a full disk, say)."""
     path = state_path(run_dir, node_rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(asdict(state), file)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        json.dump(asdict(state), file)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def report(status: Status, *, step: int = 0, reason: str = "", exit_code: int | None = None) -> bool:

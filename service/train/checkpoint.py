@@ -12,7 +12,6 @@ weights (fp32) and `optim.<slot>.<name>` for optimizer state; the header's `__me
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from hiera_optim.state_dict import POSITION_EMBEDDINGS
 from service.errors import UserError
+from service.files import replacing
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
@@ -94,26 +94,19 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[st
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     prefix = struct.pack("<Q", len(header))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(prefix + header)
-            crc = zlib.crc32(header, zlib.crc32(prefix))
-            for name in names:
-                for chunk in _chunks(tensors[name]):
-                    file.write(chunk)
-                    crc = zlib.crc32(chunk, crc)
-            match = _CRC.search(header)
-            assert match is not None
-            file.seek(len(prefix) + match.start(1))
-            file.write(f"{crc:08x}".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(prefix + header)
+        crc = zlib.crc32(header, zlib.crc32(prefix))
+        for name in names:
+            for chunk in _chunks(tensors[name]):
+                file.write(chunk)
+                crc = zlib.crc32(chunk, crc)
+        match = _CRC.search(header)
+        assert match is not None
+        file.seek(len(prefix) + match.start(1))
+        file.write(f"{crc:08x}".encode())
+        file.flush()
+        os.fsync(file.fileno())
     _sync_folder(path.parent)
 
 

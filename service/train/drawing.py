@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from service.errors import UserError
+from service.files import replacing
 
 TITLES = ("original", "masked", "reconstructed")
 MAX_FRAMES = 4
@@ -59,14 +58,11 @@ def save_png(picture: Image.Image, path: Path) -> None:
     Raises:
         UserError: the folder cannot be made or written to.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(temporary, format="PNG")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            picture.save(temporary, format="PNG")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from hiera_optim.state_dict import clean_state_dict
 from service.config.checks import WEIGHT_SUFFIXES
 from service.errors import EXIT_FINISHED, UserError
+from service.files import replacing
 from service.train.checkpoint import load_tensors
 from service.train.reconstruct import find_checkpoint
 
@@ -29,23 +29,20 @@ def write_weights(weights: Mapping[str, Tensor], to: Path) -> None:
     """
     if to.suffix not in WEIGHT_SUFFIXES:
         raise UserError(f"--to: {to} must end in {' or '.join(WEIGHT_SUFFIXES)}")
-    temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        if to.suffix == ".pth":
-            torch.save({"model_state": dict(weights)}, temporary)
-        else:
-            save_file(dict(weights), temporary, metadata={"format": "pt"})
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        # safetensors makes files that only their owner may read; give them what the umask gives any other.
-        temporary.chmod(mode)
-        os.replace(temporary, to)
+        with replacing(to) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            if to.suffix == ".pth":
+                torch.save({"model_state": dict(weights)}, temporary)
+            else:
+                save_file(dict(weights), temporary, metadata={"format": "pt"})
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            # safetensors makes files that only their owner may read; give them what the umask gives any other.
+            temporary.chmod(mode)
     # torch and safetensors raise their own kinds when the disk is full or the folder is not there.
     except Exception as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
         else:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from hiera_optim.training import StepOutput
 from service.errors import UserError
+from service.files import replacing
 
 
 class StepRow(NamedTuple):
@@ -95,9 +96,8 @@ class MetricsLog:
                 kept.append(line)
                 if "val_loss" in event:
                     self._validated.add(event["step"])
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(b"".join(kept))
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(b"".join(kept))
 
     def validated(self, step: int) -> bool:
         """Whether a validation at this step is on record."""
