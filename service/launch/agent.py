@@ -26,6 +26,7 @@ EXIT_WORKERS_FAILED = 3
 """Workers failed and torchrun's restarts are used up, or torch cannot be imported."""
 EXIT_AGENT_FAILED = 4
 """torchrun itself failed: rendezvous lost, a port, the store."""
+SHUTDOWN_TIMEOUT = "--shutdown-timeout"
 
 
 def forward_signals() -> None:
@@ -80,6 +81,28 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
+def torchrun_arguments(arguments: list[str]) -> list[str]:
+    """The arguments this torch's torchrun takes: before 2.12 it has no --shutdown-timeout.
+
+    There the workers' time between SIGTERM and SIGKILL, 30 s, is changed where it is used.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    given = [argument for argument in arguments if argument.startswith(SHUTDOWN_TIMEOUT)]
+    # the help of an argparse parser is the only public list of what it takes
+    if not given or SHUTDOWN_TIMEOUT in torchrun.get_args_parser().format_help():
+        return arguments
+    seconds = int(given[0].removeprefix(f"{SHUTDOWN_TIMEOUT}="))
+    close = PContext.close
+
+    def patient_close(self: PContext, death_sig: signal.Signals | None = None, timeout: int = seconds) -> None:
+        close(self, death_sig, timeout)
+
+    PContext.close = patient_close  # type: ignore[method-assign]
+    return [argument for argument in arguments if argument not in given]
+
+
 def main() -> int:
     """Run torchrun's agent until its workers have ended; see the exit codes above."""
     processes.die_with_parent()
@@ -107,7 +130,7 @@ def main() -> int:
     if stop and os.path.exists(stop):
         return 0
     try:
-        torchrun.run(torchrun.parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
+        torchrun.run(torchrun.parse_args(torchrun_arguments(sys.argv[1:])))  # type: ignore[no-untyped-call]
     except ChildFailedError:
         return EXIT_WORKERS_FAILED
     except Exception as error:  # noqa: BLE001 - whatever torchrun raises ends in one line and an exit code
