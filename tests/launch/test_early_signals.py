@@ -14,6 +14,9 @@ from service.launch.state import read_state
 # The process signals itself when it begins to import a module, so that no clock is involved.
 CODE = """
 import os, signal, sys
+# nohup and background jobs leave these ignored to their children
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 number, moment = int(sys.argv.pop(1)), sys.argv.pop(1)
 class Hook:
     def find_spec(self, name, path=None, target=None):
