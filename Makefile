@@ -51,14 +51,15 @@ test: $(INSTALLED) ## all tests that need no GPU and no root
 	TRITON_INTERPRET=1 $(PYTEST) -m "$(NO_HARDWARE)" -n $(JOBS) --dist worksteal tests/ops
 
 # torch and Triton are exchanged, and NumPy for Triton's interpreter; of their CUDA libraries the newer ones serve.
-# What they warn of is their own.
-OLDEST := $(VENV)/oldest
+# What they warn of is their own. Without the 0.5: the kernels of one compiled step take the interpreter half a minute.
+OLDEST := $(abspath $(VENV)/oldest)
 WITH_OLDEST := PYTHONPATH=$(OLDEST) $(PYTEST) -m "$(NO_HARDWARE)" -n $(JOBS) --dist worksteal \
   -W 'ignore:`torch.jit.script:DeprecationWarning' -W 'ignore:Conversion of an array:DeprecationWarning'
 
 .PHONY: test-oldest
 test-oldest: $(INSTALLED) ## launcher, training, compilation and kernels with the oldest torch and Triton that are promised
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) $(shell cat tests/oldest.txt)
+	@PYTHONPATH=$(OLDEST) $(BIN)/python tests/oldest.py
 	$(WITH_OLDEST) tests/launch/test_launcher.py tests/optim/test_compile.py tests/optim/test_training.py \
 	  $(addprefix tests/train/,test_allocator.py test_train_units.py test_trouble.py test_initial.py)
 	TRITON_INTERPRET=1 $(WITH_OLDEST) tests/ops/test_batched_sums.py tests/ops/test_fast_compiled.py -k "not 0.5"
