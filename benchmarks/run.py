@@ -24,13 +24,15 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks.contenders import Case
+from benchmarks.contenders import ONE_D, VARIANTS, Case
+from service.config.schema import ModelSection
+from service.train.flops import peak_flops, training_flops
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-GFLOP_A_SAMPLE = {"base": 61.3}
-"""Forward and backward with 8 channels at 224 x 224 and mask ratio 0.6: GEMMs and attention, 3 x forward."""
-PEAK_TFLOPS = 989
-"""Dense bf16 of the H100 and H200 SXM by NVIDIA's datasheet."""
+MINUTES = 5
+"""What one measurement may take: a hang must not eat the time of the rows after it."""
+LARGE = 512
+"""Batches from here on leave no room for another process beside them."""
 
 ROWS: dict[str, list[Case]] = {
     "headline": [
@@ -59,7 +61,13 @@ def possible(contender: str, case: Case) -> bool:
 def measure(contender: str, case: Case, environment: dict[str, str]) -> dict[str, object] | None:
     """One measurement in its own process; None, with a line, when it fails."""
     command = [sys.executable, "-m", "benchmarks.timing", contender, json.dumps(dataclasses.asdict(case))]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60 * MINUTES
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{contender} {case.name}: no end after {MINUTES} minutes", flush=True)
+        return None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -76,16 +84,21 @@ def cell(result: dict[str, object] | None) -> str:
     return f"{result['ms']} ({result['p10']}–{result['p90']})"
 
 
+def flops(case: Case) -> float:
+    """Of a sample's forward and backward, as `service.train.flops` counts them."""
+    sizes = {**VARIANTS[case.variant], "in_chans": case.channels, "q_pool": case.q_pool, "mask_ratio": case.mask_ratio}
+    return training_flops(ModelSection(**sizes | (ONE_D if case.dims == 1 else {})))
+
+
 def row(case: Case, results: dict[str, dict[str, object] | None]) -> str:
     """A line of the table."""
     ours, theirs = results.get("ours"), results.get("hiera-optim")
     ratio = f"{float(ours['ms']) / float(theirs['ms']):.2f}" if ours and theirs else "–"  # type: ignore[arg-type]
     memory = " / ".join(f"{r['peak_reserved_gib']}" if r else "–" for r in (ours, theirs))
     rate = f"{ours['samples_per_second']:,}" if ours else "–"
-    mfu = "–"
-    if ours and case.variant in GFLOP_A_SAMPLE and case.dims == 2 and case.q_pool == 2:
-        flops = GFLOP_A_SAMPLE[case.variant] * float(ours["samples_per_second"]) / 1e3  # type: ignore[arg-type]
-        mfu = f"{flops / PEAK_TFLOPS:.2f}"
+    mfu, peak = "–", peak_flops(str(ours["device"])) if ours else None
+    if ours and peak:
+        mfu = f"{flops(case) * float(ours['samples_per_second']) / peak:.2f}"  # type: ignore[arg-type]
     first = f"{ours['first_step_s']}" if ours else "–"
     cells = [case.name, cell(results.get("fair")), cell(theirs), cell(ours), ratio, rate, memory, mfu, first]
     return "| " + " | ".join(cells) + " |"
@@ -133,9 +146,13 @@ def main() -> int:
         print(check.stderr[-2000:], "\nthe numerics check failed: no speed is reported", sep="")
         return 1
     if arguments.prewarm and "hiera-optim" in contenders:
-        with ThreadPoolExecutor(arguments.prewarm) as pool:
-            todo = [case for case in cases if possible("hiera-optim", case)]
-            list(pool.map(lambda case: measure("hiera-optim", case, environment), todo))
+        todo = [case for case in cases if possible("hiera-optim", case)]
+        for processes, part in (
+            (arguments.prewarm, [case for case in todo if case.batch < LARGE]),
+            (1, [case for case in todo if case.batch >= LARGE]),
+        ):
+            with ThreadPoolExecutor(processes) as pool:
+                list(pool.map(lambda case: measure("hiera-optim", case, environment), part))
     properties = torch.cuda.get_device_properties(0)
     title = (
         f"## {datetime.date.today()}, {properties.name}, torch {torch.__version__}, triton {triton.__version__}, "

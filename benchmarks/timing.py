@@ -39,6 +39,7 @@ def measure(contender: str, case: Case, *, warmup: int = 5, steps: int = 20) -> 
     return {
         "contender": contender,
         "case": case.name,
+        "device": torch.cuda.get_device_name(),
         "ms": round(median, 3),
         "p10": round(times[len(times) // 10], 3),
         "p90": round(times[-1 - len(times) // 10], 3),
