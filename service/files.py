@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that no other process takes.
+
+    Random, since a process id is not unique where nodes share a file system: in containers it is often the same.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
@@ -14,7 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     What has to survive a crash is fsynced by the writer. Raises OSError where it cannot be renamed.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)

@@ -19,6 +19,7 @@ from service.config.load import dump_config, load_config
 from service.config.resume import describe_changes
 from service.config.schema import RunConfig
 from service.errors import UserError
+from service.files import replacing, temporary_name
 
 CONFIG_NAME = "run.yaml"
 
@@ -153,37 +154,38 @@ def bind_config(path: Path, config: RunConfig) -> bool:
 
 def _write_new(file: Path, text: str) -> bool:
     """Write a file that does not exist yet, whole or not at all; False when another process was first."""
-    temporary = _write_beside(file, text)
+    temporary = temporary_name(file)
     try:
-        os.link(temporary, file)
-    except FileExistsError:
-        return False
-    except OSError:
-        # A file system without hard links.
-        temporary.replace(file)
+        _write(temporary, text)
+        try:
+            os.link(temporary, file)
+        except FileExistsError:
+            return False
+        except OSError:
+            # A file system without hard links.
+            temporary.replace(file)
         return True
+    except OSError as error:
+        raise _unwritable(file, error) from None
     finally:
-        temporary.unlink(missing_ok=True)
-    return True
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _replace(file: Path, text: str) -> None:
-    temporary = _write_beside(file, text)
     try:
-        temporary.replace(file)
+        with replacing(file) as temporary:
+            _write(temporary, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"run.dir: {file} cannot be written ({error.strerror})") from None
+        raise _unwritable(file, error) from None
 
 
-def _write_beside(file: Path, text: str) -> Path:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"run.dir: {file} cannot be written ({error.strerror})") from None
-    return temporary
+def _write(file: Path, text: str) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _unwritable(file: Path, error: OSError) -> UserError:
+    return UserError(f"run.dir: {file} cannot be written ({error.strerror})")

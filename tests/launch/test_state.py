@@ -13,6 +13,7 @@ import pytest
 
 from service.config.schema import RunConfig
 from service.errors import UserError
+from service.files import replacing
 from service.launch import processes, rundir, state, worker
 
 
@@ -145,6 +146,35 @@ def test_run_yaml_is_written_once_and_compared(tmp_path: Path) -> None:
     assert not rundir.bind_config(tmp_path, config(tmp_path, train={"log_every": 7}))
     assert "log_every: 7" in (tmp_path / "run.yaml").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize("moment", ["fsync", "link"])
+def test_two_nodes_with_one_process_id_write_run_yaml_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The other node, whose launcher has the same id in its container, writes at the worst moment."""
+    real = getattr(os, moment)
+
+    def and_the_other(*arguments: object) -> None:
+        monkeypatch.setattr(os, moment, real)
+        real(*arguments)
+        rundir._write_new(tmp_path / "run.yaml", "other\n")
+
+    monkeypatch.setattr(os, moment, and_the_other)
+    first = rundir._write_new(tmp_path / "run.yaml", "first\n")
+    assert first == (moment == "link")
+    assert (tmp_path / "run.yaml").read_text() == ("first\n" if first else "other\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_two_processes_with_one_id_replace_a_file_together(tmp_path: Path) -> None:
+    with replacing(tmp_path / "file") as one:
+        one.write_text("one")
+        with replacing(tmp_path / "file") as two:
+            two.write_text("two")
+        assert (tmp_path / "file").read_text() == "two"
+    assert (tmp_path / "file").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_broken_run_yaml(tmp_path: Path) -> None:
