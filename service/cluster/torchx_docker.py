@@ -77,14 +77,8 @@ def prepare(app: AppDef, job: Job) -> None:
     # torchx puts the entry point in front of the arguments, and the image has hiera-train as its own.
     role.entrypoint = role.args[0]
     role.args = role.args[1:]
-    config = Path(role.args[1].replace("$$", "$"))
     runs = written(job)[0]
-    paths: list[tuple[Path, bool]] = [(config.parent, True), (runs, False)]
-    for path in (job.config.data.path, job.config.data.val_path, job.config.train.init_from):
-        if path is not None and path.is_absolute():
-            paths.append((path, True))
-    paths += [(path, False) for path in written(job)[1:]]
-    role.mounts = [BindMount(str(path), str(path), read_only=closed) for path, closed in paths]
+    role.mounts = [BindMount(str(path), str(path), read_only=closed) for path, closed in mounts(role, job).items()]
     # The directory that relative paths start at is the image's own.
     run_dir = str(runs / job.run_dir.name).replace("$", "$$$$")
     role.args += ["--set", f"run.dir={run_dir}"]
@@ -92,10 +86,27 @@ def prepare(app: AppDef, job: Job) -> None:
     role.resource.memMB = _memory_megabytes()
 
 
+def mounts(role: Role, job: Job) -> dict[Path, bool]:
+    """Absolute paths of the configuration, the data and what is written, each once: engines refuse equal targets.
+
+    The value: read-only. What is written to is writable, whatever else lies there.
+    """
+    config = Path(role.args[1].replace("$$", "$"))
+    read = (config.parent, job.config.data.path, job.config.data.val_path, job.config.train.init_from)
+    closed = {_plain(path): True for path in read if path is not None and path.is_absolute()}
+    return closed | dict.fromkeys(written(job), False)
+
+
 def written(job: Job) -> list[Path]:
     """Absolute directories that the container writes to: that of the run directories first."""
-    seeds = job.config.runtime.cache_seed
-    return [(Path.cwd() / job.run_dir).parent, *([seeds] if seeds is not None and seeds.is_absolute() else [])]
+    caches = (job.config.runtime.cache_dir, job.config.runtime.cache_seed)
+    runs = (Path.cwd() / job.run_dir).parent
+    return [_plain(runs), *(_plain(path) for path in caches if path is not None and path.is_absolute())]
+
+
+def _plain(path: Path) -> Path:
+    """Without `..`, as engines compare targets."""
+    return Path(os.path.normpath(path))
 
 
 def _memory_megabytes() -> int:

@@ -233,25 +233,59 @@ def test_a_local_run_is_stopped_with_its_submit(monkeypatch, tmp_path):
     assert (tmp_path / "hiera-train.asked").exists()
 
 
-def docker_request(runner, *settings):
-    made = component.train(*settings, config="base")
+def docker_request(runner, *settings, config="base"):
+    made = component.train(*settings, config=str(config))
     (container,) = runner.dryrun(made, "local_docker").request.containers
     return container
 
 
+def targets(container):
+    """Mounted path to whether it is read-only; an engine refuses two mounts of one path."""
+    mounts = container.kwargs["mounts"]
+    found = {mount["Target"]: mount["ReadOnly"] for mount in mounts}
+    assert len(found) == len(mounts), mounts
+    return found
+
+
 def test_docker_gets_mounts_shared_memory_and_the_image_s_entry_point(monkeypatch, tmp_path, runner):
     monkeypatch.chdir(tmp_path)
-    settings = ("data.path=/data/$$x", "cluster.image=hiera:1", "cluster.gpus_per_node=1", "runtime.cache_seed=/seeds")
+    caches = ("runtime.cache_seed=/seeds", "runtime.cache_dir=/caches")
+    settings = ("data.path=/data/$$x", "cluster.image=hiera:1", "cluster.gpus_per_node=1", *caches)
     container = docker_request(runner, *settings)
     assert container.image == "hiera:1"
     assert container.command[:2] == ["run", "--config"]
     assert container.command[-1] == f"run.dir={tmp_path}/runs/hiera-base"
     assert "data.path=/data/$$x" in container.command
-    mounts = {mount["Target"]: mount["ReadOnly"] for mount in container.kwargs["mounts"]}
-    assert mounts == {str(ROOT / "configs"): True, str(tmp_path / "runs"): False, "/data/$x": True, "/seeds": False}
+    written = {str(tmp_path / "runs"): False, "/seeds": False, "/caches": False}
+    assert targets(container) == {str(ROOT / "configs"): True, "/data/$x": True, **written}
     assert int(container.kwargs["shm_size"].rstrip("m")) > 1000
     assert container.kwargs["user"] == f"{os.getuid()}:{os.getgid()}"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Configuration and runs in one folder.
+        (["run.dir=exp1"], {".": False}),
+        (["run.dir=sub/../exp1"], {".": False}),
+        # The configuration inside the data, and with them runs, weights and a cache.
+        (["data.path={here}"], {".": True, "runs": False}),
+        (["data.path={here}", "data.val_path={here}", "run.dir=exp1"], {".": False}),
+        (["runtime.cache_dir={here}/c", "runtime.cache_seed={here}/c", "train.init_from={here}/c"], {"c": False}),
+    ],
+)
+def test_docker_gets_a_path_once_and_writable_where_something_is_written(
+    monkeypatch, tmp_path, runner, settings, expected
+):
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "mine.yaml"
+    config.write_text("data: {kind: synthetic}\n")
+    container = docker_request(runner, *(setting.format(here=tmp_path) for setting in settings), config="mine.yaml")
+    found = targets(container)
+    wanted = {str(tmp_path / path): closed for path, closed in expected.items()}
+    assert {path: found[path] for path in wanted} == wanted
+    assert found[str(tmp_path)] is expected.get(".", True)
 
 
 def test_the_docker_scheduler_leaves_other_components_alone(runner):
@@ -262,7 +296,7 @@ def test_the_docker_scheduler_leaves_other_components_alone(runner):
     assert "user" not in container.kwargs
 
 
-def test_the_docker_scheduler_makes_the_runs_directory_when_it_starts(monkeypatch, tmp_path):
+def test_the_docker_scheduler_makes_directories_that_are_written_when_it_starts(monkeypatch, tmp_path):
     pytest.importorskip("docker")
     from torchx.schedulers.docker_scheduler import DockerScheduler
 
@@ -273,10 +307,12 @@ def test_the_docker_scheduler_makes_the_runs_directory_when_it_starts(monkeypatc
     scheduler = torchx_docker.create_scheduler("s")
     with front.make_runner() as runner:
         info = scheduler.submit_dryrun(
-            component.train(config="base"), runner.scheduler_run_opts("local_docker").resolve({})
+            component.train(f"runtime.cache_dir={tmp_path}/a/cache", config="base"),
+            runner.scheduler_run_opts("local_docker").resolve({}),
         )
     assert scheduler.schedule(info).startswith("hiera-base-")
     assert (tmp_path / "runs").is_dir()
+    assert (tmp_path / "a/cache").is_dir()
 
 
 # Slurm's answers, when Slurm has no accounting, has accounting, and has forgotten the job
