@@ -7,6 +7,7 @@ interruption.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import deque
@@ -29,13 +30,15 @@ from service.train.progress import Console
 from service.train.reconstruct import draw_held_out, picture_path
 from service.train.report import Reporter, StepLog
 from service.train.signals import StopRequest, signal_name
-from service.train.workers import BoundaryVote, join_workers, shorten_timeouts
+from service.train.workers import BoundaryVote, Workers, join_workers, shorten_timeouts
 
 STEPS_AHEAD = 2
 """Optimizer steps that the host may enqueue before an older one is done: enough that the GPU never idles, few
 enough that input buffers do not pile up and a stop signal takes effect soon."""
 LAST_SAVE_DELAYS = (5.0, 15.0, 40.0)
 """Seconds between attempts to write the last checkpoint of a complete run: time for somebody to make room."""
+WAIT_SLICE_SECONDS = 0.5
+"""A stop signal ends the wait between these attempts after no longer than this."""
 
 
 @dataclass(frozen=True)
@@ -151,20 +154,21 @@ def train(config: RunConfig, run_dir: Path, stop: StopRequest, metrics: MetricsC
             save(run, saver, step, log)
         written = saver.wait()
         stored = written is None or report.saved(written)
-        for delay in LAST_SAVE_DELAYS:
-            if stored or step < total or stop.number:
-                break
-            console.warn(f"trying again in {delay:g} s, since nothing else holds the last steps")
-            time.sleep(min(delay, config.runtime.collective_timeout_seconds / 4))
-            save(run, saver, step, log)
-            written = saver.wait()
-            stored = written is not None and report.saved(written)
         if step < total:
             lost = "" if stored else "; its checkpoint could not be written, an older one is there"
             reason = f"stopped by {signal_name(vote.stop_signal)} after step {step}{lost}"
             return Outcome("stopped", step, reason)
         # Only rank 0 knows whether its disk took the checkpoint; no node may call the run finished without it.
         (stored_by_first,) = workers.from_first([int(stored)])
+        for delay in LAST_SAVE_DELAYS:
+            if stored_by_first or stop_anywhere(workers, stop):
+                break
+            console.warn(f"trying again in {delay:g} s, since nothing else holds the last steps")
+            if stopped_within(delay, workers, stop):
+                break
+            save(run, saver, step, log)
+            written = saver.wait()
+            (stored_by_first,) = workers.from_first([int(written is None or report.saved(written))])
         if not stored_by_first:
             # Not a failure that a restart cures: it would train the last steps again, only to end here.
             raise TrainingError(
@@ -187,6 +191,25 @@ def room(folder: Path, size: int) -> str:
 def due(step: int, every: int, total: int) -> bool:
     """Whether something that happens every `every` steps (0: never) and at the end happens after `step`."""
     return step > 0 and (step >= total or (every > 0 and step % every == 0))
+
+
+def stop_anywhere(workers: Workers, stop: StopRequest) -> bool:
+    """Whether any rank has received a stop signal; all ranks ask together."""
+    return any(number for (number,) in workers.gather([stop.number]))
+
+
+def stopped_within(seconds: float, workers: Workers, stop: StopRequest) -> bool:
+    """Waits on all ranks together; True, at once, when any of them receives a stop signal.
+
+    In slices: time.sleep goes on after a signal that is handled, a rank inside a collective hears none, and none may
+    stay away from the others for the collective timeout.
+    """
+    slices = math.ceil(seconds / WAIT_SLICE_SECONDS)
+    for _ in range(slices):
+        time.sleep(seconds / slices)
+        if stop_anywhere(workers, stop):
+            return True
+    return False
 
 
 def save(run: Run, saver: Saver, step: int, log: StepLog) -> None:

@@ -104,6 +104,13 @@ class Start:
         assert pid is not None
         os.kill(pid, number)
 
+    def wait_for_output(self, words: str, timeout: float = 60) -> None:
+        """Waits until these words have been printed."""
+        deadline = time.monotonic() + timeout
+        while words not in self._output.read_text():
+            assert time.monotonic() < deadline, f"no {words!r} after {timeout} s"
+            time.sleep(0.02)
+
     def finish(self, timeout: float = 60) -> tuple[list[int | None], str]:
         """Exit codes of all ranks, and what they printed."""
         deadline = time.monotonic() + timeout

@@ -123,14 +123,15 @@ def test_checkpoints_that_cannot_be_written_do_not_stop_training(tmp_path):
     assert state_of(folder)["status"] == "finished"
 
 
-def full_at_first(errors):
-    """A disk that is full for so many writes of checkpoints."""
+def full_at_first(errors, seconds=0.0):
+    """A disk that is full for so many writes of the last checkpoint, and says so after so long."""
     impatient()
     write, left = checkpoint.write_checkpoint, [errors]
 
     def refuse(path, tensors, meta):
         if left[0] and meta["step"] == 12:
             left[0] -= 1
+            time.sleep(seconds)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, tensors, meta)
 
@@ -148,6 +149,36 @@ def test_the_last_checkpoint_is_tried_again_rather_than_trained_again(tmp_path):
     assert "free some space" in output
     assert "trying again" in output
     assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [9, 12]
+
+
+def slowly_full(_rank):
+    full_at_first(6, seconds=0.5)
+    loop.LAST_SAVE_DELAYS = (0.5,) * 6
+
+
+def test_all_attempts_together_may_take_longer_than_the_collective_timeout(tmp_path):
+    folder = make_run(tmp_path, make_config(runtime={"collective_timeout_seconds": 3}))
+    codes, output = Start(folder, 2, before=slowly_full).finish()
+    assert codes == [0, 0], output
+    assert list_checkpoints(folder / "checkpoints")[-1][0] == 12
+
+
+def full_and_patient(_rank):
+    full_at_first(100)
+    loop.LAST_SAVE_DELAYS = (600.0, 600.0)
+
+
+@pytest.mark.parametrize("heard_by", [0, 1])
+def test_a_stop_while_the_last_save_waits_ends_the_run_without_another_attempt(tmp_path, heard_by):
+    folder = make_run(tmp_path, make_config(runtime={"collective_timeout_seconds": 3600}))
+    start = Start(folder, 2, before=full_and_patient)
+    start.wait_for_output("trying again")
+    start.signal(15, rank=heard_by)
+    codes, output = start.finish()
+    # Not 1 or 75, after which a scheduler would have the last steps trained again.
+    assert codes == [70, 70], output
+    assert output.count("could not write") == 1
+    assert "could not be written" in state_of(folder)["reason"]
 
 
 @contextlib.contextmanager
