@@ -93,8 +93,11 @@ def run(
             notes.append(note)
         with Launch(config, directory, rendezvous, facts, worker_module) as launch:
             code = launch.supervise(notes)
-        if seeds is not None and rank == 0 and code == EXIT_FINISHED and (note := seeding.pack(seeds, facts.cache)):
-            say(note)
+            # Here, where stop signals are heard: a large cache takes a while.
+            if seeds is not None and rank == 0 and code == EXIT_FINISHED:
+                note = seeding.pack(seeds, facts.cache, stopped=lambda: launch.stopping)
+                if note is not None:
+                    say(note)
         return code
 
 

@@ -12,6 +12,7 @@ code in the jobs that name it. A damaged file, or one made to write elsewhere, i
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -19,19 +20,26 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
+
+from service.files import replacing
 
 FOLDERS = ("inductor", "triton")
 """What of a cache is packed: results of compilers, without CUDA's own cache and downloads."""
 HEAD = "hiera-train-cache.json"
-"""First member of a seed: {"key": KEY}."""
+"""First member of a seed: {"key": KEY, "files": how many follow}."""
 MARK = ".seed"
 """File of a cache that says which seed is in it already."""
 MAX_BYTES = 16 << 30
 """Unpacked size beyond which a seed is damaged rather than large."""
+MAX_GROUP_BYTES = 4 << 20
+"""Size beyond which a list of a kernel's files, which is read whole, is none."""
+MAX_DEPTH = 32
 STALE_SECONDS = 3600.0
+STALE_SEED_SECONDS = 24 * 3600.0
+"""A pack may be under way on another node, whose clock may be off."""
 
 
 class SeedError(Exception):
@@ -43,27 +51,32 @@ def seed_file(seeds: Path, cache: Path) -> Path:
     return seeds / f"{cache.name}.tar.gz"
 
 
-def pack(seeds: Path, cache: Path) -> str | None:
+def pack(seeds: Path, cache: Path, stopped: Callable[[], bool] = lambda: False) -> str | None:
     """Write the seed of a cache unless there is one; whole or not at all.
 
-    Returns a line for the user, None when there is nothing to do. Never raises for what a disk refuses.
+    `stopped` is asked before each file; once it is true, packing ends without a seed. Returns a line for the
+    user, None when there is nothing to do. Never raises for what a disk refuses.
     """
     file = seed_file(seeds, cache)
-    members = list(_packed(cache))
-    if file.exists() or not members:
-        return None
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
+        members = [] if file.exists() else list(_packed(cache))
+        if not members:
+            return None
         seeds.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(temporary, "w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as archive:
-            _add_head(archive, cache.name)
+        _remove_stale(seeds.glob(".*.tar.gz.*"), STALE_SEED_SECONDS)
+        with (
+            replacing(file) as temporary,
+            tarfile.open(temporary, "w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as archive,
+        ):
+            _add_head(archive, cache.name, len(members))
             for path in members:
+                if stopped():
+                    raise SeedError("a stop was asked for; a later run packs it")
                 archive.add(path, str(path.relative_to(cache)), recursive=False)
-        temporary.replace(file)
+    except SeedError as error:
+        return f"cache seed: {file} is not written: {error}"
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        return f"warning: runtime.cache_seed: {file} cannot be written ({error.strerror})"
+        return f"warning: runtime.cache_seed: {file} cannot be written ({error.strerror or error})"
     return f"cache seed: {len(members)} files packed into {file}"
 
 
@@ -78,9 +91,9 @@ def _packed(cache: Path) -> Iterator[Path]:
                     yield path
 
 
-def _add_head(archive: tarfile.TarFile, key: str) -> None:
+def _add_head(archive: tarfile.TarFile, key: str, files: int) -> None:
     with tempfile.TemporaryFile() as head:
-        head.write(json.dumps({"key": key}).encode())
+        head.write(json.dumps({"key": key, "files": files}).encode())
         member = tarfile.TarInfo(HEAD)
         member.size = head.tell()
         head.seek(0)
@@ -96,20 +109,21 @@ def unpack(seeds: Path, cache: Path) -> str | None:
     file = seed_file(seeds, cache)
     staging: Path | None = None
     try:
-        found = file.stat()
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            return None
         identity = f"{found.st_size} {found.st_mtime_ns}\n"
         mark = cache / MARK
         if mark.is_file() and mark.read_text(encoding="ascii", errors="replace") == identity:
             return None
-        _remove_stale(cache)
+        _remove_stale(cache.glob(".seed-*"), STALE_SECONDS)
         # Below the cache: on its file system, where a rename is atomic.
         staging = Path(tempfile.mkdtemp(prefix=".seed-", dir=cache))
         with file.open("rb") as stream:
             count = _extract(stream, staging, cache)
         _merge(staging, cache)
         mark.write_text(identity, encoding="ascii")
-    except FileNotFoundError:
-        return None
     except SeedError as error:
         return f"cache seed: {file} is ignored: {error}"
     except OSError as error:
@@ -122,31 +136,63 @@ def unpack(seeds: Path, cache: Path) -> str | None:
 
 def _extract(stream: IO[bytes], staging: Path, cache: Path) -> int:
     """Unpack into `staging` what will be in `cache`; returns the number of files. Raises SeedError."""
-    count = size = 0
     try:
-        with tarfile.open(fileobj=stream, mode="r|gz") as archive:
-            head = archive.next()
-            if head is None or head.name != HEAD or head.size > 4096:
-                raise SeedError("it is not a seed of hiera-train")
-            content = archive.extractfile(head)
-            key = json.loads(content.read())["key"] if content is not None else None
-            if key != cache.name:
-                raise SeedError(f"it is of {key}")
-            while (member := archive.next()) is not None:
-                path = PurePosixPath(member.name)
-                if not member.isreg() or ".." in path.parts or len(path.parts) < 2 or path.parts[0] not in FOLDERS:
-                    raise SeedError(f"it holds {member.name!r}, which is no file of a cache")
-                size += member.size
-                if size > MAX_BYTES:
-                    raise SeedError(f"it unpacks to more than {MAX_BYTES >> 30} GiB")
-                content = archive.extractfile(member)
-                assert content is not None
-                _write(staging / path, content, executable=bool(member.mode & 0o100))
-                if path.name.startswith("__grp__"):
-                    _relocate(staging / path, cache / path.parent)
-                count += 1
-    except (tarfile.TarError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        # Not tarfile's own "r|gz", which checks no CRC.
+        with gzip.GzipFile(fileobj=stream) as plain:
+            with tarfile.open(fileobj=plain, mode="r|") as archive:
+                files = _read_head(archive, cache.name)
+                count = _extract_files(archive, staging, cache)
+            # tarfile takes a damaged header for the end. The CRC is read and checked at the true one.
+            if len(plain.read(tarfile.RECORDSIZE + 1)) > tarfile.RECORDSIZE:
+                raise SeedError("it is damaged (more follows its last file)")
+    except (
+        tarfile.TarError,
+        gzip.BadGzipFile,
+        zlib.error,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise SeedError(f"it is damaged ({type(error).__name__})") from None
+    if count != files:
+        raise SeedError(f"it is damaged ({count} of {files} files)")
+    return count
+
+
+def _read_head(archive: tarfile.TarFile, key: str) -> int:
+    """Number of files that follow, in a seed of this key."""
+    head = archive.next()
+    content = archive.extractfile(head) if head is not None and head.isreg() else None
+    if head is None or content is None or head.name != HEAD or head.size > 4096:
+        raise SeedError("it is not a seed of hiera-train")
+    described = json.loads(content.read())
+    if described["key"] != key:
+        raise SeedError(f"it is of {described['key']!r}")
+    files = described["files"]
+    if not isinstance(files, int):
+        raise TypeError("files is no number")
+    return files
+
+
+def _extract_files(archive: tarfile.TarFile, staging: Path, cache: Path) -> int:
+    count = size = 0
+    while (member := archive.next()) is not None:
+        path = PurePosixPath(member.name)
+        inside = ".." not in path.parts and 2 <= len(path.parts) <= MAX_DEPTH and path.parts[0] in FOLDERS
+        is_group = path.name.startswith("__grp__")
+        if not member.isreg() or not inside or (is_group and member.size > MAX_GROUP_BYTES):
+            raise SeedError(f"it holds {member.name!r}, which is no file of a cache")
+        size += member.size
+        if size > MAX_BYTES:
+            raise SeedError(f"it unpacks to more than {MAX_BYTES >> 30} GiB")
+        content = archive.extractfile(member)
+        assert content is not None
+        _write(staging / path, content, executable=bool(member.mode & 0o100))
+        if is_group:
+            _relocate(staging / path, cache / path.parent)
+        count += 1
     return count
 
 
@@ -160,9 +206,10 @@ def _write(path: Path, content: IO[bytes], *, executable: bool) -> None:
 def _relocate(group: Path, directory: Path) -> None:
     """Triton's list of the files of a kernel names them by where they were compiled."""
     listed = json.loads(group.read_text(encoding="utf-8"))
-    listed["child_paths"] = {
-        name: str(directory / PurePosixPath(path).name) for name, path in listed["child_paths"].items()
-    }
+    paths = listed["child_paths"]
+    if not isinstance(paths, dict):
+        raise TypeError("child_paths is no mapping")
+    listed["child_paths"] = {name: str(directory / PurePosixPath(path).name) for name, path in paths.items()}
     group.write_text(json.dumps(listed), encoding="utf-8")
 
 
@@ -182,8 +229,12 @@ def _merge(source: Path, target: Path) -> None:
             _merge(path, place)
 
 
-def _remove_stale(cache: Path) -> None:
-    """Remove what a killed launcher has left."""
-    for path in cache.glob(".seed-*"):
-        if time.time() - path.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
+def _remove_stale(left: Iterable[Path], seconds: float) -> None:
+    """Remove what a killed launcher has left, unless it is younger than `seconds`; another may be doing the same."""
+    for path in left:
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > seconds:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
