@@ -25,11 +25,11 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]&|*()!^-]+")
 # Runs in each task beside the launcher, in the container where there is one. It appends to the node's log
 # (srun's --output gives a meaning to % and \ of a path), and notes the launcher's exit
 # code and hides 75 (saved and stopped) from srun, which would kill the nodes that are still saving. Signals
-# reach the whole process group; a shell that traps them waits for its child.
+# reach the whole process group; a shell that traps them waits for its child. {first}: what _task puts before.
 _TASK = (
     "trap : HUP INT TERM USR1 USR2\n"
     'logs=$1; shift; exec >>"$logs/node-$SLURM_NODEID.log" 2>&1\n'
-    '"$@"; code=$?\n'
+    '{first}"$@"; code=$?\n'
     'echo "$code" >"$logs/exit-$SLURM_NODEID"\n'
     f"[ $code = {EXIT_STOPPED} ] || exit $code\n"
 )
@@ -239,15 +239,16 @@ def _command(job: Job) -> list[str]:
         "--wait=0",
         "--export=ALL",
     ]
-    task = ["bash", "-c", shlex.quote(_TASK), "hiera-train-task", '"$logs"']
     launcher = ["hiera-train", "run", '"${arguments[@]}"']
     if slurm.container == "none":
-        return _array([*srun, *task, *launcher])
+        return _array([*srun, *_task(), *launcher])
     image = shlex.quote(str(job.cluster.image))
-    # What is mounted has to be there.
-    written = [job.run_dir.parent if job.config.run.dir is not None else None, job.config.runtime.cache_seed]
-    made = [f"mkdir -p {shlex.quote(str(path))}" for path in written if path is not None]
-    mounts = made + _array(['"$PWD:$PWD"', '"$logs:$logs"', *map(shlex.quote, _mounts(job))], "mounts")
+    # What is mounted has to be there: here what the nodes share, on each node the cache, which may be on its own disk.
+    shared = [job.run_dir.parent if job.config.run.dir is not None else None, job.config.runtime.cache_seed]
+    lines = [f"mkdir -p {shlex.quote(str(path))}" for path in shared if path is not None]
+    lines += _mounts(job)
+    cache = job.config.runtime.cache_dir
+    make_cache = f"mkdir -p {shlex.quote(str(cache))}" if cache is not None and cache.is_absolute() else None
     if slurm.container == "pyxis":
         # The task's shell runs in the container as well; pyxis parts mounts at commas.
         container = [
@@ -256,29 +257,48 @@ def _command(job: Job) -> list[str]:
             '--container-workdir="$PWD"',
             "--no-container-mount-home",
         ]
-        return [*mounts, *_array([*srun, *container, *task, *launcher])]
+        if make_cache is not None:
+            # Where it fails, so does the container, which is counted.
+            lines.append(f"srun --ntasks-per-node=1 {make_cache}")
+        return [*lines, *_array([*srun, *container, *_task(), *launcher])]
     gpu = ["--nv"] if job.gpus else []
     apptainer = ["apptainer", "exec", *gpu, '"${mounts[@]/#/--bind=}"', '--pwd="$PWD"', image]
-    return [*mounts, *_array([*srun, *task, *apptainer, *launcher])]
+    return [*lines, *_array([*srun, *_task(make_cache), *apptainer, *launcher])]
+
+
+def _task(first: str | None = None) -> list[str]:
+    """Words before the launcher's; `first` has to succeed on the node before it."""
+    text = _TASK.format(first=f"{first} && " if first is not None else "")
+    return ["bash", "-c", shlex.quote(text), "hiera-train-task", '"$logs"']
 
 
 def _mounts(job: Job) -> list[str]:
-    """Mounts that the configuration asks for or needs: the run directory, the data, the caches."""
-    config = job.config
-    given = list(job.cluster.slurm.mounts)
-    needed: list[tuple[Path | None, str]] = [
-        # Its parent: the directory itself is made by the run, and an array makes several.
-        (config.run.dir.parent if config.run.dir is not None else None, ""),
-        (config.data.path, ":ro"),
-        (config.data.val_path, ":ro"),
-        (config.train.init_from, ":ro"),
-        (config.runtime.cache_dir, ""),
-        (config.runtime.cache_seed, ""),
-    ]
-    for path, mode in needed:
-        if path is not None and path.is_absolute():
-            given.append(f"{path}:{path}{mode}")
-    return given
+    """Lines of the script that collect the mounts, those that the configuration needs after those of cluster.slurm.
+
+    Of one target some runtimes take the first mount and others the last, and a read-only mount hides what is
+    mounted below it before: hence no target twice, and what holds a directory that is written is writable.
+    """
+    config, given = job.config, job.cluster.slurm.mounts
+    # Its parent: the directory itself is made by the run, and an array makes several.
+    runs = config.run.dir.parent if config.run.dir is not None else None
+    written = _absolute(runs, config.runtime.cache_dir, config.runtime.cache_seed)
+    read = _absolute(config.data.path, config.data.val_path, config.train.init_from)
+    closed = [path for path in read if not any(below.is_relative_to(path) for below in written)]
+    taken = {Path(mount.split(":")[1]) for mount in given}
+    words = ['"$PWD:$PWD"', '"$logs:$logs"', *map(shlex.quote, given)]
+    for path in dict.fromkeys(written + read):
+        if path not in taken:
+            mode = f'"$(mode {shlex.quote(str(path))})"' if path in closed else ""
+            words.append(shlex.quote(f"{path}:{path}") + mode)
+    lines = _array(words, "mounts")
+    if any('"$(mode ' in word for word in words):
+        # The directory of submission is known to the script alone.
+        lines.insert(0, 'mode() { [[ $PWD/ == "$1"/* || $logs/ == "$1"/* ]] || echo :ro; }')
+    return lines
+
+
+def _absolute(*paths: Path | None) -> list[Path]:
+    return [path for path in paths if path is not None and path.is_absolute()]
 
 
 def _array(words: list[str], name: str = "command") -> list[str]:

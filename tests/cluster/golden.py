@@ -32,6 +32,7 @@ SLURM = {
             "cluster.slurm.extra=--mail-type=END,--nice=5",
             "data.path=/data/imagenet",
             "run.dir=/scratch/runs/x",
+            "runtime.cache_dir=/local/cache of us",
         ),
     ),
     "h100-apptainer-seeds": (
@@ -44,6 +45,7 @@ SLURM = {
             "cluster.slurm.exclusive=false",
             "cluster.slurm.log_dir=/logs/100% of $$them",
             "run.dir=/runs/$$x y",
+            "runtime.cache_dir=/local/it's",
         ),
     ),
     "cpu-hostile": (

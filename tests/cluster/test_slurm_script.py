@@ -95,9 +95,9 @@ def test_secrets_of_the_environment_are_not_in_the_run():
 # The script for real, with srun and scontrol that only pretend.
 
 SRUN = r"""#!/bin/bash
-# What srun passes to its tasks, one after the other; the options before `bash` are srun's.
+# What srun passes to its tasks, one after the other; the options before the command are srun's.
 printf '%s\0' "$@" >"$WORK/srun-arguments"
-while [ "$1" != bash ]; do shift; done
+while [[ $1 == --* ]]; do shift; done
 worst=0
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
     SLURM_NODEID=$node "$@" || worst=$?
@@ -268,13 +268,75 @@ def test_containers_get_the_packed_caches(script):
     assert "    '/seeds of us:/seeds of us'\n" in text
 
 
+def pyxis_mounts(script):
+    """Mounted path to mode, of the step that trains; no path may be there twice."""
+    (found,) = (x for x in script.text("srun-arguments").split("\0") if x.startswith("--container-mounts="))
+    # Of HOSTILE the directory's name has a comma, which pyxis itself could not take.
+    text = found.partition("=")[2].replace(str(script.work), "HERE")
+    mounts = [mount.split(":", 2) for mount in text.split(",")]
+    targets = {target: mode for _, target, *mode in mounts}
+    assert len(targets) == len(mounts), mounts
+    return {target: "".join(mode) for target, mode in targets.items()}
+
+
 def test_containers_get_mounts_that_hold_together(script):
     settings = ("cluster.slurm.container=pyxis", "cluster.image=a b", "cluster.slurm.mounts=/x y:/z")
-    script.run(rendered(*settings, "run.dir=/tmp/r/a"))
-    arguments = script.text("srun-arguments").split("\0")
-    assert "--container-image=a b" in arguments
-    (mounts,) = (x for x in arguments if x.startswith("--container-mounts="))
-    assert mounts.endswith(",/x y:/z,/tmp/r:/tmp/r")
+    script.run(rendered(*settings, "run.dir=/tmp/r/a", "data.path=/da ta"))
+    assert "--container-image=a b" in script.text("srun-arguments").split("\0")
+    here = {"HERE": "", "HERE/logs/7": ""}
+    assert pyxis_mounts(script) == {**here, "/z": "", "/tmp/r": "", "/da ta": "ro"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["data.path={0}/r", "run.dir={0}/r/exp1"], {"{0}/r": ""}),
+        # Runs and a cache inside the data: the mount of the data would hide theirs.
+        (["data.path={0}/r", "data.val_path={0}/r", "run.dir={0}/r/x/exp1"], {"{0}/r": "", "{0}/r/x": ""}),
+        (["train.init_from={0}/r", "runtime.cache_dir={0}/r/c"], {"{0}/r": "", "{0}/r/c": ""}),
+        (["data.path={0}/r", "run.dir={0}/runs/exp1"], {"{0}/r": "ro", "{0}/runs": ""}),
+        # What the user asks for is not overruled.
+        (["data.path=/data", "cluster.slurm.mounts=/fast:/data:ro"], {"/data": "ro"}),
+    ],
+)
+def test_containers_get_a_path_once_and_writable_where_something_is_written(script, tmp_path, settings, expected):
+    place = (tmp_path / "place").as_posix()
+    given = [setting.format(place) for setting in settings]
+    script.run(rendered("cluster.slurm.container=pyxis", "cluster.image=i", *given))
+    found = {target: mode for target, mode in pyxis_mounts(script).items() if not target.startswith("HERE")}
+    assert found == {target.format(place): mode for target, mode in expected.items()}
+
+
+def test_containers_write_to_a_directory_of_submission_inside_the_data(tmp_path):
+    for name, mode in (("data/exp1", ""), ("other", "ro")):
+        script = Script(tmp_path / name)
+        settings = (f"data.path={tmp_path}/data", "cluster.slurm.container=pyxis", "cluster.image=i")
+        script.run(rendered(*settings))
+        assert pyxis_mounts(script)[f"{tmp_path}/data"] == mode
+
+
+@pytest.mark.parametrize("container", ["apptainer", "pyxis"])
+def test_a_cache_is_made_on_each_node_before_its_container_starts(script, tmp_path, container):
+    """Here srun's tasks run one after the other, each as on a node of its own that still lacks the cache."""
+    cache = tmp_path / HOSTILE.replace(",", "").replace(":", "")
+    (script.work / "bin/apptainer").write_text(
+        '#!/bin/bash\nrmdir "$CACHE" || exit 255\nuntil [ "$1" = hiera-train ]; do shift; done\nexec "$@"\n'
+    )
+    (script.work / "bin/apptainer").chmod(0o755)
+    quoted = str(cache).replace("$", "$$")
+    text = rendered(f"runtime.cache_dir={quoted}", f"cluster.slurm.container={container}", "cluster.image=i")
+    code, output = script.run(text, CACHE=str(cache))
+    assert code == 0, output
+    # pyxis needs it before the task's own shell is there.
+    assert cache.is_dir() == (container == "pyxis")
+
+
+def test_a_node_that_cannot_make_the_cache_has_failed(script, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = (f"runtime.cache_dir={tmp_path}/file/cache", "cluster.slurm.container=apptainer", "cluster.image=i")
+    code, output = script.run(rendered(*settings))
+    assert (code, "failure 1" in output) == (-15, True)
+    assert f"{tmp_path}/file" in script.text("logs/7/node-1.log")
 
 
 def test_the_signal_reaches_srun_and_a_late_end_is_seen(script):

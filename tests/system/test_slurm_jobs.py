@@ -157,7 +157,14 @@ def test_the_readme_s_commands(place, stub):
 APPTAINER = """#!/bin/bash
 [ "$1" = exec ] || exit 3
 shift
-while [[ $1 == --* ]]; do echo "option $1"; shift; done
+while [[ $1 == --* ]]; do
+    echo "option $1"
+    if [[ $1 == --bind=* ]]; then
+        source=${1#--bind=}
+        [ -e "${source%%:*}" ] || { echo "no ${source%%:*} on this node"; exit 255; }
+    fi
+    shift
+done
 echo "image $1"
 shift
 exec "$@"
@@ -166,7 +173,9 @@ exec "$@"
 
 def test_a_container_runs_in_each_task_and_the_script_outside(place, stub):
     """A pretended apptainer; that the job is requeued shows that scontrol is not asked for in there."""
-    settings = stub(75, cluster__slurm__container="apptainer", cluster__image="hiera.sif")
+    # /dev/shm is each node's own, and where a mount's source is missing apptainer fails.
+    cache = f"/dev/shm/it's {place.directory.name}/cache"
+    settings = stub(75, cluster__slurm__container="apptainer", cluster__image="hiera.sif", runtime__cache_dir=cache)
     apptainer = place.directory / "venv/bin/apptainer"
     apptainer.write_text(APPTAINER)
     apptainer.chmod(0o755)
@@ -176,6 +185,7 @@ def test_a_container_runs_in_each_task_and_the_script_outside(place, stub):
         log = place.log(job, f"node-{node}.log")
         assert log.count("image hiera.sif\n") == 2
         assert f"option --bind={place.directory}:{place.directory}\n" in log
+        assert f"option --bind={cache}:{cache}\n" in log
     assert "stopped after 1 requeues" in (place.directory / f"slurm-{job}.out").read_text()
 
 
