@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     streams.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     mask = None
-    if not words or words[0] == "run" or words[0] not in _COMMANDS:
+    if (not words or words[0] == "run" or words[0] not in _COMMANDS) and "--dry-run" not in words:
         # Loading the launcher takes most of a second: until it has its handlers, a stop request waits. A process of its
         # own never lets go again, so that nothing that comes on its way out can change its exit code.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)

@@ -56,8 +56,16 @@ def test_a_mistake_keeps_its_own_exit_code(tmp_path: Path) -> None:
     assert "did you mean train.steps?" in done.stderr
 
 
-def test_other_commands_are_interrupted_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CODE, str(int(signal.SIGINT)), "service.config.load", "config", "show", "base"]
+@pytest.mark.parametrize(
+    ("moment", "words"),
+    [
+        ("service.config.load", ["config", "show", "base"]),
+        ("service.config.checks", ["--config", "tiny", "--set", "data.kind=synthetic", "--dry-run"]),
+        ("service.config.summary", ["run", "--dry-run", "--config", "tiny", "--set", "data.kind=synthetic"]),
+    ],
+)
+def test_other_commands_and_dry_runs_are_interrupted_at_once(moment: str, words: list[str]) -> None:
+    command = [sys.executable, "-c", CODE, str(int(signal.SIGINT)), moment, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == ""
     assert "interrupted" in done.stderr
