@@ -57,22 +57,33 @@ def _read(path: Path) -> tuple[Mapping[str, Any], list[int] | None]:
     checkpoint = find_checkpoint(path, None)[1] if path.is_dir() else path
     try:
         if checkpoint.suffix == ".pth":
-            content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-            named = content.get("model_state", content) if isinstance(content, Mapping) else {}
-            if not named or not all(isinstance(value, Tensor) for value in named.values()):
-                raise ValueError("it does not hold weights by name, as FAIR's model_state does")
-            return named, None
+            return _read_pth(checkpoint), None
         weights = load_tensors(checkpoint, "model.")
         if not weights:
             return load_tensors(checkpoint), None
         verify(checkpoint)
-        return weights, read_meta(checkpoint)["model"]["input_size"]
+        try:
+            return weights, read_meta(checkpoint)["model"]["input_size"]
+        except (LookupError, TypeError) as error:
+            raise UserError(
+                f"train.init_from: {checkpoint} does not say what model it is of;\n"
+                "give a checkpoint as a run writes it, or weights alone"
+            ) from error
     except OSError as error:
         raise UserError(f"train.init_from: {checkpoint} cannot be read: {error.strerror or error}") from error
     except (DamagedCheckpoint, SafetensorError) as error:
         raise UserError(f"train.init_from: {checkpoint} is damaged or no .safetensors file: {error}") from error
-    except (UserError, ValueError):
+
+
+def _read_pth(path: Path) -> Mapping[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, OSError):
         raise
     # Whatever torch's reader of archives and its unpickler meet in a file that is not one.
     except Exception as error:
-        raise UserError(f"train.init_from: {checkpoint} is not a whole .pth file of weights alone") from error
+        raise UserError(f"train.init_from: {path} is not a whole .pth file of weights alone") from error
+    named = content.get("model_state", content) if isinstance(content, Mapping) else {}
+    if not isinstance(named, Mapping) or not named or not all(isinstance(value, Tensor) for value in named.values()):
+        raise ValueError("it does not hold weights by name, as FAIR's model_state does")
+    return named

@@ -78,6 +78,7 @@ def test_files_that_hold_no_weights_are_refused_in_one_or_two_lines(tmp_path, we
     (tmp_path / "text.pth").write_text("x")
     (tmp_path / "text.safetensors").write_text("x")
     torch.save({"model_state": {"a": 1}}, tmp_path / "numbers.pth")
+    torch.save({"model_state": 1}, tmp_path / "number.pth")
     torch.save([1], tmp_path / "list.pth")
     torch.save(model, tmp_path / "pickled.pth")
     for path in (damaged, *tmp_path.glob("*.pth"), tmp_path / "text.safetensors", tmp_path / "gone.pth"):
@@ -85,6 +86,26 @@ def test_files_that_hold_no_weights_are_refused_in_one_or_two_lines(tmp_path, we
             initial_weights(settings(path), model)
         assert path.name in str(caught.value)
         assert str(caught.value).count("\n") <= 1
+
+
+def test_a_checkpoint_that_does_not_say_its_model_is_not_called_another_kind_of_file(tmp_path, weights):
+    path = run_with(tmp_path, weights)
+    write_checkpoint(path, {f"model.{name}": value for name, value in weights.items()}, {"format": 1, "step": 3})
+    for given in (path, tmp_path):
+        with pytest.raises(UserError, match=r"\.safetensors does not say what model it is of") as caught:
+            initial_weights(settings(given), build_fair_model(TINY, 0))
+        assert ".pth" not in str(caught.value)
+        assert str(caught.value).count("\n") == 1
+
+
+def test_too_little_memory_is_not_taken_for_a_bad_file(tmp_path, weights, monkeypatch):
+    def exhausted(*_arguments, **_settings):
+        raise MemoryError
+
+    write_weights(weights, tmp_path / "weights.pth")
+    monkeypatch.setattr(torch, "load", exhausted)
+    with pytest.raises(MemoryError):
+        initial_weights(settings(tmp_path / "weights.pth"), build_fair_model(TINY, 0))
 
 
 def test_a_run_goes_on_at_another_size_and_resumes_without_what_it_started_from(tmp_path):
