@@ -7,6 +7,7 @@ the Job's podFailurePolicy what happens next, as the batch script does under Slu
 
 from __future__ import annotations
 
+import posixpath
 import re
 from typing import Any
 
@@ -349,6 +350,10 @@ def _volumes(job: Job) -> tuple[list[Manifest], list[Manifest]]:
     for number, (claim, path) in enumerate(settings.volumes.items()):
         volumes.append(_claim(f"volume-{number}", claim))
         mounts.append({"name": f"volume-{number}", "mountPath": path})
+    # The API server refuses a path that is there twice.
+    paths = [posixpath.normpath(mount["mountPath"]) for mount in mounts]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise UserError(f"cluster.kubernetes.volumes: {twice[0]} holds several claims; give each a path of its own")
     return volumes, mounts
 
 

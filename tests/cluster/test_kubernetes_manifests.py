@@ -157,6 +157,8 @@ def test_names_of_objects(name, expected):
         ({"after": "5"}, (), "only Slurm has job arrays and dependencies"),
         ({}, ("cluster.kubernetes.data_claim=null",), "data.path: null although"),
         ({"name": "+++"}, (), "holds no letter or digit"),
+        ({}, ("cluster.kubernetes.volumes={a: /x, b: /x/}",), "volumes: /x holds several claims; give each"),
+        ({}, ("cluster.kubernetes.volumes={a: /x/../runs}",), "volumes: /runs holds several claims; give each"),
     ],
 )
 def test_what_kubernetes_has_not(arguments, settings, message):
