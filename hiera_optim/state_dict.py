@@ -49,9 +49,16 @@ def state_dict_mismatches(model: nn.Module, state_dict: Mapping[str, Any]) -> li
     return lines
 
 
-def only_input_size_differs(mismatches: Sequence[str]) -> bool:
-    """True if these lines of `state_dict_mismatches` are position embeddings of another length and nothing else."""
-    return all(line.startswith(POSITION_EMBEDDINGS) and ": the model has" in line for line in mismatches)
+def only_input_size_differs(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """True if both have the same names, and shapes that differ in nothing but the length of position embeddings.
+
+    A name may have a prefix that ends in a dot, as optimizer state of a parameter has.
+    """
+    return one.keys() == other.keys() and all(
+        value.shape == other[name].shape
+        or (name.rsplit(".", 1)[-1] in POSITION_EMBEDDINGS and value.shape[2:] == other[name].shape[2:])
+        for name, value in one.items()
+    )
 
 
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -60,13 +67,14 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     Position embeddings of another input size are not resampled unasked: see `interpolate_position_embeddings`.
     Raises ValueError that names every key that does not fit; the model is then unchanged.
     """
-    lines = state_dict_mismatches(model, state_dict)
+    weights, own = clean_state_dict(state_dict), unwrap(model)
+    lines = state_dict_mismatches(own, weights)
     if lines:
         remedy = ""
-        if only_input_size_differs(lines):
+        if only_input_size_differs(weights, own.state_dict()):
             remedy = "; interpolate_position_embeddings(state_dict, model) makes weights of another input size fit"
         raise ValueError("checkpoint does not fit the model: " + "; ".join(lines) + remedy)
-    unwrap(model).load_state_dict(clean_state_dict(state_dict), strict=True)
+    own.load_state_dict(weights, strict=True)
 
 
 def interpolate_position_embeddings(

@@ -29,7 +29,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hiera_optim.state_dict import POSITION_EMBEDDINGS
+from hiera_optim.state_dict import only_input_size_differs
 from service.errors import UserError
 from service.files import replacing
 
@@ -262,7 +262,7 @@ def check_same_shapes(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[s
     if differences:
         more = f" (and {len(differences) - 1} more differ)" if len(differences) > 1 else ""
         remedy = "Restore the model and optim sections it was trained with, or choose another run.dir."
-        if all(difference.split()[0].rsplit(".", 1)[-1] in POSITION_EMBEDDINGS for difference in differences):
+        if only_input_size_differs(saved, wanted):
             remedy += (
                 f" There, train.init_from={path.parent.parent} with train.interpolate_position_embeddings=true "
                 "goes on at another input size."

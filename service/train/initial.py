@@ -44,7 +44,7 @@ def initial_weights(section: TrainSection, model: nn.Module) -> dict[str, Tensor
     lines = state_dict_mismatches(model, weights)
     if lines:
         more = f" (and {len(lines) - 1} more differ)" if len(lines) > 1 else ""
-        if only_input_size_differs(lines):
+        if only_input_size_differs(weights, model.state_dict()):
             remedy = "set train.interpolate_position_embeddings=true to start from weights of another input size"
         else:
             remedy = "give the model section that they were trained with"

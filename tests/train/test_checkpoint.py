@@ -129,6 +129,25 @@ def test_another_models_checkpoint_names_the_first_difference(tmp_path):
     assert str(caught.value).count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "size_only"),
+    [
+        ({"pos_embed": 64}, {"pos_embed": 96}, True),
+        ({"pos_embed_spatial": 64, "pos_embed_temporal": 2}, {"pos_embed_spatial": 96, "pos_embed_temporal": 2}, True),
+        ({"pos_embed": 128}, {"pos_embed_spatial": 64, "pos_embed_temporal": 2}, False),
+        ({"pos_embed": 64, "decoder_pos_embed": 4}, {"pos_embed": 96}, False),
+    ],
+)
+def test_resampling_is_offered_only_where_it_helps(tmp_path, before, after, size_only):
+    def all_tensors(lengths):
+        weights = {f"model.{name}": torch.zeros(1, length, 8) for name, length in lengths.items()}
+        return weights | {f"optim.exp_avg.{name}": torch.zeros(1, length, 8) for name, length in lengths.items()}
+
+    with pytest.raises(UserError, match="another model or optimizer") as caught:
+        check_same_shapes(tmp_path / "run" / "checkpoints" / "x", all_tensors(before), all_tensors(after))
+    assert (f"train.init_from={tmp_path / 'run'} with" in str(caught.value)) == size_only
+
+
 def test_saver_keeps_the_newest_and_copies_before_training_goes_on(tmp_path):
     saver = Saver(tmp_path / "checkpoints", keep=2)
     weight = torch.zeros(1000)
