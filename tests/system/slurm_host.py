@@ -42,6 +42,17 @@ def wait_for(condition: Callable[[], Any], what: str = "", interval: float = 0.2
     return value
 
 
+def end(process: subprocess.Popen[Any], seconds: float = DEADLINE) -> None:
+    """Ask a process to end and wait for it; it is killed where the wait fails, and outlives no test."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
 # What a cluster of namespaces asks of the kernel, each as a command that changes nothing for long.
 _KERNEL = (
     ("network namespaces", "ip netns add $T && ip netns exec $T ip link set lo up"),

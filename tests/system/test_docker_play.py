@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.cluster import kustomize
-from tests.system.slurm_host import DEADLINE, wait_for
+from tests.system.slurm_host import DEADLINE, end, wait_for
 from tests.system.test_kube_play import IMAGE, PODMAN, image_is_here, podman_environment
 
 pytestmark = [
@@ -24,6 +24,7 @@ class Engine:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.handles: list[str] = []
         self.environment = podman_environment(directory)
         self.networks = self.podman("network", "ls", "--quiet").split()
         # A socket's path has to be short.
@@ -73,7 +74,8 @@ class Engine:
         words = [word for setting in given for word in ("--set", setting)]
         done = self.hiera("submit", "--on", "docker", "--config", "base", *words)
         assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        self.handles.append(done.stdout.strip())
+        return self.handles[-1]
 
     def exit_code(self, handle: str) -> str:
         """Exit code of a handle's container."""
@@ -82,21 +84,24 @@ class Engine:
         ).strip()
 
     def close(self) -> None:
-        """Remove containers and network, and end the engine."""
-        for handle in self.hiera("list", "--on", "docker").stdout.split()[1::2]:
-            self.podman("rm", "--force", handle.rsplit("/", 1)[-1] + "-trainer-0")
-        if "torchx" not in self.networks:
-            self.podman("network", "rm", "torchx")
-        self.process.terminate()
-        self.process.wait(30)
-        self.socket.unlink(missing_ok=True)
+        """Remove what was submitted here, and the network if it is new, and end the engine."""
+        try:
+            for handle in self.handles:
+                self.podman("rm", "--force", handle.rsplit("/", 1)[-1] + "-trainer-0")
+            if "torchx" not in self.networks:
+                self.podman("network", "rm", "torchx")
+        finally:
+            end(self.process)
+            self.socket.unlink(missing_ok=True)
 
 
 @pytest.fixture
 def engine(tmp_path):
     made = Engine(tmp_path)
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def test_a_container_trains_to_the_end_and_what_it_writes_is_the_user_s(engine):
@@ -116,3 +121,14 @@ def test_a_container_that_is_cancelled_saves(engine):
     assert engine.hiera("cancel", handle).returncode == 0
     assert engine.exit_code(handle) == "75", engine.hiera("logs", handle).stdout
     assert list((engine.directory / "runs/hiera-base/checkpoints").glob("*.safetensors"))
+
+
+def test_what_somebody_else_has_submitted_is_left_alone(engine, tmp_path):
+    handle = engine.submit("train.steps=100000")
+    (tmp_path / "another-engine").mkdir()
+    another = Engine(tmp_path / "another-engine")
+    try:
+        assert handle in another.hiera("list", "--on", "docker").stdout
+    finally:
+        another.close()
+    assert handle in engine.hiera("list", "--on", "docker").stdout

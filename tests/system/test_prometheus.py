@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import socket
 import subprocess
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch.running import Running, wait_for
+from tests.launch.running import Running
+from tests.system.slurm_host import end, wait_for
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
 
 MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
 
@@ -61,11 +64,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A run whose worker is killed once, early."""
     directory = tmp_path_factory.mktemp("prometheus")
     running = Running(directory / "run", {"steps": 100_000, "on": {"0": "kill"}, "rank": 1})
-    running.training(rank=1)
-    yield running
-    running.process.terminate()
-    running.wait()
-    running.close()
+    try:
+        running.training(rank=1)
+        yield running
+        end(running.process)
+    finally:
+        running.close()
 
 
 class Prometheus:
@@ -92,41 +96,52 @@ class Prometheus:
         )
 
     def get(self, path: str, **parameters: str) -> Any:
-        """`data` of an API answer; None while the server does not answer."""
-        query = urllib.parse.urlencode(parameters)
-        try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=5) as answer:
-                return json.load(answer)["data"]
-        except OSError:
+        """`data` of an API answer, which is waited for; None when the server refuses the query."""
+        address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+
+        def ask() -> tuple[Any] | None:
+            try:
+                with urllib.request.urlopen(address, timeout=30) as answer:
+                    return (json.load(answer)["data"],)
+            except urllib.error.HTTPError as error:
+                if error.code < 500:
+                    return (None,)
+            except (OSError, http.client.HTTPException):
+                # Not up yet, or busy.
+                pass
+            assert self.process.poll() is None, "Prometheus has ended"
             return None
 
-    def value(self, query: str) -> float | None:
-        """Value of a query with one sample."""
-        data = self.get("query", query=query)
-        return float(data["result"][0]["value"][1]) if data and data["result"] else None
+        return wait_for(ask, f"for Prometheus, {path}")[0]
+
+    def value(self, query: str) -> float:
+        """Value of a query as soon as it has a sample; a scrape that a busy machine misses takes them away."""
+        data = wait_for(lambda: (found := self.get("query", query=query)) and found["result"] and found, f"for {query}")
+        return float(data["result"][0]["value"][1])
 
     def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=20)
-        self.log.close()
+        try:
+            end(self.process)
+        finally:
+            self.log.close()
 
 
 @pytest.fixture
 def prometheus(live: Running, tmp_path: Path) -> Iterator[Prometheus]:
     """Prometheus on the live run."""
     server = Prometheus(tmp_path, live.metrics().removeprefix("http://"))
-    yield server
-    server.close()
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def test_live_run_in_prometheus(live: Running, prometheus: Prometheus) -> None:
-    wait_for(lambda: prometheus.value("hiera_step") is not None, 240)
-    targets = prometheus.get("targets")["activeTargets"]
-    assert [target["health"] for target in targets] == ["up"]
+    prometheus.value("hiera_step")
+    wait_for(lambda: [target["health"] for target in prometheus.get("targets")["activeTargets"]] == ["up"])
     # Sum of the workers, going on through the restart; 2 workers add 4 samples a step.
     first = prometheus.value("hiera_samples_total")
-    assert first is not None
-    wait_for(lambda: (prometheus.value("hiera_samples_total") or 0) > first, 240)
+    wait_for(lambda: prometheus.value("hiera_samples_total") > first)
     assert prometheus.value("resets(hiera_samples_total[1m])") == 0
     assert prometheus.value("hiera_restarts_total") == 1
     assert prometheus.value("hiera_healthy") == 1
@@ -134,9 +149,9 @@ def test_live_run_in_prometheus(live: Running, prometheus: Prometheus) -> None:
     assert prometheus.value("hiera_datagrams_malformed_total") == 0
     assert prometheus.value('hiera_run_info{workers="2", nodes="1", global_batch="8"}') == 1
     assert prometheus.value('hiera_build_info{torch!="none"}') == 1
-    rate = wait_for(lambda: prometheus.value("job:hiera_samples:rate2m"), 240)
+    rate = wait_for(lambda: prometheus.value("job:hiera_samples:rate2m"))
     assert 0 < rate < 1000
-    step = wait_for(lambda: prometheus.value("job:hiera_step_seconds:p50_5m"), 240)
+    step = wait_for(lambda: prometheus.value("job:hiera_step_seconds:p50_5m"))
     # Workers sleep 50 ms a step; a busy machine takes longer, but not minutes.
     assert 0.025 < step < 10
     groups = prometheus.get("rules")["groups"]
@@ -145,7 +160,7 @@ def test_live_run_in_prometheus(live: Running, prometheus: Prometheus) -> None:
 
 
 def test_every_query_of_the_dashboard_is_valid(prometheus: Prometheus) -> None:
-    wait_for(lambda: prometheus.value("hiera_step") is not None, 240)
+    prometheus.value("hiera_step")
     dashboard = json.loads((MONITORING / "grafana" / "hiera-train.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [annotation["expr"] for annotation in dashboard["annotations"]["list"]]
