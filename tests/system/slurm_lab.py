@@ -1,8 +1,8 @@
 """A real Slurm cluster on this machine: slurmctld, munge, and each node in namespaces of its own.
 
 Needs root and Debian's slurmctld, slurmd, slurm-client, munge, iproute2. A node has its own network, host
-name, process ids, mounts, /dev/shm and /tmp below the laboratory; what it shares with the others is the file
-system, as on a cluster. `with SlurmLab(directory) as lab:` leaves nothing behind.
+name, process ids, mounts and /dev/shm; what it shares with the others is the file system, /tmp
+included. `with SlurmLab(directory) as lab:` leaves nothing behind.
 
 By hand: `python -m tests.system.slurm_lab` starts a cluster and a shell in it.
 """

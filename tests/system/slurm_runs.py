@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from tests.system.slurm_host import DEADLINE
@@ -70,9 +69,16 @@ class Place:
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
+    def arguments(self, settings: dict[str, str] | None = None) -> list[str]:
+        """The tiny run with other settings as arguments; its cache goes with the cluster."""
+        merged = {**TINY, "runtime.cache_dir": str(self.lab.directory / "cache"), **(settings or {})}
+        sets = [word for name, value in merged.items() for word in ("--set", f"{name}={value}")]
+        # Every default is overridden; base only names a file.
+        return ["--config", "base", *sets]
+
     def submit(self, settings: dict[str, str] | None = None, *more: str) -> str:
         """Submit the tiny run with other settings; returns the handle."""
-        done = self.hiera("submit", "--on", "slurm", *more, *arguments_of(settings))
+        done = self.hiera("submit", "--on", "slurm", *more, *self.arguments(settings))
         handle = done.stdout.strip()
         assert re.fullmatch(r"hiera_slurm://hiera-train/\d+", handle), done.stdout
         return handle
@@ -87,15 +93,6 @@ def hiera_train(*arguments: str) -> list[str]:
     """The command line of hiera-train in this interpreter."""
     code = "import sys; from service.cli import main; sys.exit(main(sys.argv[1:]))"
     return [sys.executable, "-c", code, *arguments]
-
-
-def arguments_of(settings: dict[str, str] | None = None) -> list[str]:
-    """The tiny run as arguments."""
-    merged = {**TINY, "runtime.cache_dir": str(Path(tempfile.gettempdir()) / "hiera-slurm-test-cache")}
-    merged.update(settings or {})
-    sets = [word for name, value in merged.items() for word in ("--set", f"{name}={value}")]
-    # Every default is overridden; base only names a file.
-    return ["--config", "base", *sets]
 
 
 def job_of(handle: str) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.system.slurm_host import DEADLINE, needs_slurm, wait_for
 from tests.system.slurm_lab import SlurmLab
-from tests.system.slurm_runs import HOSTILE, STEPS, Place, arguments_of, hiera_train, job_of
+from tests.system.slurm_runs import HOSTILE, STEPS, Place, hiera_train, job_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2400), needs_slurm]
 
@@ -173,7 +173,7 @@ def test_two_jobs_on_the_same_nodes_as_another_user(place):
     for name in ("one", "two"):
         settings = {"run.name": name, "train.steps": "20", "cluster.slurm.extra": "'--nodelist=node[1-2]'"}
         settings["runtime.cache_dir"] = str(place.directory / "cache")
-        process = lab.on_node("node3", *base, *arguments_of(settings), uid=uid, cwd=place.directory)
+        process = lab.on_node("node3", *base, *place.arguments(settings), uid=uid, cwd=place.directory)
         output, _ = process.communicate(timeout=DEADLINE)
         assert process.returncode == 0, output
         jobs.append(job_of(output.strip().splitlines()[-1]))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster import readme
 from tests.system.slurm_host import needs_slurm, sweep, wait_for
-from tests.system.slurm_runs import HOSTILE, arguments_of, job_of
+from tests.system.slurm_runs import HOSTILE, job_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2400), needs_slurm]
 
@@ -93,7 +93,7 @@ def test_a_job_that_always_stops_ends_at_the_limit(place, stub):
     ],
 )
 def test_what_slurm_refuses_is_said_in_its_words_in_one_line(place, settings, reason):
-    done = place.hiera("submit", "--on", "slurm", *arguments_of(settings), check=False)
+    done = place.hiera("submit", "--on", "slurm", *place.arguments(settings), check=False)
     assert done.returncode == 78
     assert done.stderr.startswith("hiera-train: error: sbatch: ")
     assert reason in done.stderr
