@@ -5,7 +5,9 @@ and replays it. Everything that changes between steps (inputs, sample ids, learn
 device memory, and nothing in a step waits for the host.
 
 Masks and stochastic depth are functions of (seed, sample id) alone, so a run gives a sample the same ones on any number
-of ranks, at any accumulation, and after a resume.
+of ranks, at any accumulation, and after a resume. The exception is a model that overrides methods of FAIR's: it gets
+the same masks, but draws stochastic depth, and whatever else it draws, from torch's global generator, which nothing
+here seeds.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class TrainStep:
         micro_batch: samples in a call.
         accumulation: calls in an optimizer step.
         mask_ratio: fraction of mask units dropped.
-        seed: seed of the masks and of stochastic depth.
+        seed: seed of the masks and of stochastic depth; of the masks alone for a model that overrides methods of
+            FAIR's, whose stochastic depth torch's global generator decides.
         clip_grad_norm: largest gradient norm, or None.
         precision: "bf16" computes in bfloat16, "fp32" in float32; the model's parameters must have that dtype. Labels
             are computed in fp32 from the inputs' own precision either way.

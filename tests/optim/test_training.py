@@ -131,6 +131,27 @@ def test_stochastic_depth_is_the_samples_own_and_what_fairs_blocks_make_of_it(re
     assert step.evaluate(x, ids) != want
 
 
+def test_a_model_with_methods_of_its_own_draws_stochastic_depth_from_the_global_generator() -> None:
+    plain = mae("drop-path")
+
+    class Own(type(plain)):  # type: ignore[misc]
+        def forward_decoder(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward_decoder(*args, **kwargs)
+
+    plain.__class__ = Own
+    model = fast(plain).train()
+    step = TrainStep(model, AdamW(model.named_parameters(), lr=0.0, no_decay=()), micro_batch=4)
+    x, losses = batch_for(model, 4), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        report = step(x, torch.arange(4))
+        assert report is not None
+        losses.append(report.loss.clone())
+    assert losses[0] == losses[1] != losses[2]
+    # without stochastic depth nothing is drawn: the masks are the sample ids'
+    assert step.evaluate(x, torch.arange(4)) == step.evaluate(x, torch.arange(4))
+
+
 def test_a_step_that_is_dropped_frees_its_buffers_and_hooks() -> None:
     """Hooks on parameters are out of the garbage collector's sight: what they hold is held for ever."""
     model, optimizer, step = make()
