@@ -43,7 +43,7 @@ $(INSTALLED): pyproject.toml setup.py
 quickstart: $(INSTALLED) ## pre-train a small Hiera on real photographs, on the CPU, in minutes
 	$(BIN)/hiera-train --config quickstart $(ARGS)
 	@echo
-	@echo "Train on your own: $(BIN)/hiera-train --config small --set data.path=FOLDER"
+	@echo "Train on your own: $(BIN)/hiera-train --config quickstart --set run.name=mine --set data.path=FOLDER"
 
 .PHONY: test
 test: $(INSTALLED) ## all tests that need no GPU and no root

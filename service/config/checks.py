@@ -37,6 +37,8 @@ def check_settings(config: RunConfig) -> None:
     check_model(config.model)
     _check_channels(config)
     _check_schedule(config)
+    # what one rank cannot divide, several cannot either
+    check_world(config, 1)
 
 
 def check_all(config: RunConfig) -> None:

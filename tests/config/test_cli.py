@@ -213,6 +213,10 @@ def test_check_and_dry_run_say_what_would_run(arguments, capsys, tmp_path, monke
             "train.global_batch: 4096 does not divide by 3 ranks; nearest valid: 4095 or 4098",
         ),
         (
+            [*SYNTHETIC, "--dry-run", "--set", "train.global_batch=10", "--set", "train.micro_batch=4"],
+            "train.global_batch: 10 does not divide by 1 rank x micro_batch 4 = 4; nearest valid: 8 or 12",
+        ),
+        (
             ["--config", "tiny"],
             "data.path: null, but data.kind images needs a folder of pictures; add --set data.path=...",
         ),

@@ -346,9 +346,9 @@ def test_micro_batch_nobody_chose_is_small_on_a_cpu():
         ),
         (
             4096,
-            100,
-            8,
-            "train.global_batch: 4096 does not divide by 8 ranks x micro_batch 100 = 800; nearest valid: 4000 or 4800",
+            64,
+            3,
+            "train.global_batch: 4096 does not divide by 3 ranks x micro_batch 64 = 192; nearest valid: 4032 or 4224",
         ),
         (4, None, 8, "train.global_batch: 4 does not divide by 8 ranks; nearest valid: 8"),
         (8, None, 0, "world size: 0 is not a whole number above 0"),
