@@ -316,7 +316,8 @@ def test_blocks_cover_without_overlap() -> None:
 @pytest.mark.parametrize("chip", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_every_chip_has_a_tiling(chip: tuple[int, int]) -> None:
     small = choose(128, 76, 4, 96, 1, 2, chip, 100, backward=True)
-    assert small.streamed == (chip[0] in (8, 12))
+    # only Hopper has both room for the accumulators and products that read them where they are
+    assert small.streamed == (chip[0] != 9)
     for tokens in (1, 4, 16, 64, 76, 196, 784):
         for backward in (False, True):
             config = choose(128, tokens, 4, 96, 1, 2, chip, 100, backward=backward)
