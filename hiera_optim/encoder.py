@@ -125,10 +125,15 @@ def keep_probabilities(model: FairModel) -> list[float]:
     return [1.0 - float(getattr(b.drop_path, "drop_prob", 0.0) or 0.0) for b in model.blocks]
 
 
+def branch_probabilities(keep: Sequence[float], device: torch.device) -> Tensor:
+    """The same for attention and MLP of each block: fp32 [2 * blocks, 1] on the device."""
+    return torch.tensor(keep, dtype=torch.float32, device=device).repeat_interleave(2).unsqueeze(1)
+
+
 def drop_path_scales(keep_probability: Tensor, noise: Tensor) -> Tensor:
     """Stochastic-depth factors, 0 or 1 / keep probability: fp32 [2 * blocks, B], attention and MLP of each block.
 
-    keep_probability: [2 * blocks, 1] fp32; noise: [2 * blocks, B] uniform in [0, 1).
+    keep_probability: see `branch_probabilities`; noise: [2 * blocks, B] uniform in [0, 1).
     """
     return (noise < keep_probability).float() / keep_probability
 

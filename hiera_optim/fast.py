@@ -27,10 +27,15 @@ def chunks(recompute: list[bool]) -> list[range]:
 
     One, since a recomputed operator holds the activations of all its blocks at once.
     """
-    out: list[range] = []
-    for i, again in enumerate(recompute):
-        joins = out and not again and not recompute[i - 1] and len(out[-1]) < CHUNK
-        out[-1:] = [range(out[-1].start, i + 1)] if joins else [*out[-1:], range(i, i + 1)]
+    out = []
+    start = 0
+    while start < len(recompute):
+        stop = start + 1
+        if not recompute[start]:
+            while stop < min(start + CHUNK, len(recompute)) and not recompute[stop]:
+                stop += 1
+        out.append(range(start, stop))
+        start = stop
     return out
 
 

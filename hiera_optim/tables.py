@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hiera_optim.encoder import branch_probabilities
 from hiera_optim.geometry import Geometry, grid_to_units
 from hiera_optim.ops._launch import outside_graph_pools
 from hiera_optim.ops.mae_loss import LabelTables
@@ -144,9 +145,5 @@ def label_tables(code: tuple[int, ...], device: torch.device) -> LabelTables:
 
 @functools.cache
 def keep_probabilities(keep: tuple[float, ...], device: torch.device) -> Tensor:
-    """[2 * blocks, 1] fp32: the probability that a sample keeps each branch (attention, MLP) of each block."""
-
-    def make() -> Tensor:
-        return torch.tensor(keep, dtype=torch.float32, device=device).repeat_interleave(2)[:, None]
-
-    return outside_graph_pools(make, device)
+    """`encoder.branch_probabilities`, made once."""
+    return outside_graph_pools(lambda: branch_probabilities(keep, device), device)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hiera_optim.dispatch import use_kernels
-from hiera_optim.encoder import drop_path_scales, keep_probabilities
+from hiera_optim.encoder import branch_probabilities, drop_path_scales, keep_probabilities
 from hiera_optim.geometry import Geometry
 from hiera_optim.gradients import GradientReducer
 from hiera_optim.mae import masked_loss
@@ -121,8 +121,7 @@ class TrainStep:
         self._drop_path = any(getattr(m, "drop_prob", 0.0) for m in model.modules()) and (
             self._kernels or getattr(model, "_hiera_overrides", None) == frozenset()
         )
-        keep = torch.tensor(keep_probabilities(model), dtype=torch.float32, device=device)
-        self._keep_probabilities = keep.repeat_interleave(2).unsqueeze(1)
+        self._keep_probabilities = branch_probabilities(keep_probabilities(model), device)
         self._direct: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._kernels:
             # Triton is loaded only where kernels run

@@ -18,6 +18,7 @@ from torch import Tensor
 from hiera_optim import chain as ch
 from hiera_optim import tables
 from hiera_optim.chain import BlockSpec, Rows, Saved
+from hiera_optim.encoder import drop_path_scales
 from hiera_optim.ops import layer_norm, mae_loss, patch_embed, units
 from hiera_optim.ops._operator import custom_op
 from hiera_optim.ops.batched_sums import batched_sums
@@ -386,7 +387,7 @@ def stochastic_depth(like: Tensor, keep: list[float]) -> Tensor:
     """
     probability = tables.keep_probabilities(tuple(keep), like.device)
     noise = torch.rand(len(probability), like.shape[0], device=like.device)
-    return (noise < probability).float() / probability
+    return drop_path_scales(probability, noise)
 
 
 @stochastic_depth.register_fake
