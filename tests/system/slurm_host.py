@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,13 @@ def wait_for(condition: Callable[[], Any], what: str = "", interval: float = 0.2
         assert time.monotonic() < deadline, f"waited {DEADLINE:g} s in vain {what}"
         time.sleep(interval)
     return value
+
+
+def completed(command: Sequence[str], directory: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A command run to its end in a directory."""
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
 
 
 def end(process: subprocess.Popen[Any], seconds: float = DEADLINE) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.system.slurm_host import DEADLINE
+from tests.system.slurm_host import completed
 from tests.system.slurm_lab import SlurmLab
 
 HOSTILE = 'it\'s "a" $HOME `id` \\ %j #1, 2;\n second'
@@ -57,15 +57,7 @@ class Place:
 
     def hiera(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """hiera-train with these arguments, here."""
-        done = subprocess.run(
-            hiera_train(*arguments),
-            cwd=self.directory,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+        done = completed(hiera_train(*arguments), self.directory, self.environment)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 

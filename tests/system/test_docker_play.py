@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from service.cluster import kustomize
-from tests.system.slurm_host import DEADLINE, end, wait_for
+from tests.system.slurm_host import completed, end, wait_for
+from tests.system.slurm_runs import hiera_train
 from tests.system.test_kube_play import IMAGE, PODMAN, image_is_here, podman_environment
 
 pytestmark = [
@@ -44,29 +44,11 @@ class Engine:
 
     def podman(self, *arguments: str) -> str:
         """Output of podman."""
-        done = subprocess.run(
-            [*PODMAN, *arguments],
-            env=self.environment,
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        return done.stdout
+        return completed([*PODMAN, *arguments], self.directory, self.environment).stdout
 
     def hiera(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """hiera-train with these arguments."""
-        code = "import sys; from service.cli import main; sys.exit(main(sys.argv[1:]))"
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=self.environment,
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+        return completed(hiera_train(*arguments), self.directory, self.environment)
 
     def submit(self, *settings: str) -> str:
         """Submit the smoke overlay's run; returns the handle."""

@@ -20,7 +20,7 @@ import yaml
 from service.cluster import kubernetes, kustomize
 from service.cluster.job import make_job
 from service.config.load import load_config
-from tests.system.slurm_host import DEADLINE, wait_for
+from tests.system.slurm_host import completed, wait_for
 
 IMAGE = os.environ.get("HIERA_IMAGE", "localhost/hiera-train:latest")
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
@@ -67,16 +67,8 @@ class Player:
 
     def podman(self, *arguments: str, check: bool = True) -> str:
         """Output of podman."""
-        done = subprocess.run(
-            [*PODMAN, *arguments],
-            env=self.environment,
-            # Where conmon leaves files of its own.
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+        # conmon leaves files of its own in the directory
+        done = completed([*PODMAN, *arguments], self.directory, self.environment)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
